@@ -1,0 +1,305 @@
+"""Qwen2 and Qwen2.5, any size, in one file: config, layers, forward, and loading of raw safetensors.
+
+    model = Qwen2.load("Qwen/Qwen2.5-0.5B-Instruct")  # or a folder
+    cache = model.new_cache(1024)
+    logits = model([9707, 11], cache, last=1)  # [1, vocab]: what follows the second token
+
+T is the number of tokens fed; there is no batch axis, and no training. A plain Llama checkpoint differs in nothing but
+that q, k and v have no bias, so it loads too.
+"""
+
+import json
+import os
+import warnings
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.utils import tqdm
+from safetensors import SafetensorError, safe_open
+
+
+@dataclass
+class Config:
+    """The entries of config.json that matter here, under their own names."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int  # fewer than heads: several query heads share one of keys and values (GQA)
+    head_dim: int
+    vocab_size: int  # rows of the embedding. Padded: the tokenizer has fewer ids
+    max_position_embeddings: int  # the context: the longest text, in tokens
+    rms_norm_eps: float
+    rope_theta: float
+    tie_word_embeddings: bool  # the head is the embedding matrix itself
+    attention_bias: bool  # of q, k and v
+    eos: list  # the ids that end a text
+
+    @classmethod
+    def read(cls, folder):
+        """From the json files of a model folder. Raises ValueError naming whatever this file cannot run."""
+        path = os.path.join(folder, "config.json")
+        c = read_json(path)
+        rope = c.get("rope_parameters") or {}  # transformers 5 puts rope_theta and the scaling in here
+        scaling = c.get("rope_scaling") or rope
+        scaling = scaling.get("type") or scaling.get("rope_type")
+        for refused, what in [
+            (c.get("model_type") not in ("qwen2", "llama"), f"model_type {c.get('model_type')!r} (not qwen2 or llama)"),
+            (c.get("use_sliding_window"), "use_sliding_window: true"),
+            (scaling not in (None, "default"), f"rope scaling {scaling!r}"),
+            (c.get("hidden_act", "silu") != "silu", f"hidden_act {c.get('hidden_act')!r}"),
+            ("quantization_config" in c, "quantization_config, weights quantized by another program,"),
+        ]:
+            if refused:
+                raise ValueError(f"{path}: {what} is not supported here; take another checkpoint")
+        # Files disagree on what ends a text. For generation, generation_config.json is the one that decides.
+        generation = os.path.join(folder, "generation_config.json")
+        eos = read_json(generation).get("eos_token_id") if os.path.exists(generation) else None
+        eos = c.get("eos_token_id") if eos is None else eos
+        heads = c.get("num_attention_heads", 1)
+        implied = {
+            "num_key_value_heads": heads,
+            "head_dim": c.get("hidden_size", 0) // heads,
+            "tie_word_embeddings": False,
+            "attention_bias": c["model_type"] == "qwen2",
+            "eos": eos if isinstance(eos, list) else [] if eos is None else [eos],
+        }
+        c = implied | rope | {name: value for name, value in c.items() if value is not None}
+        for field in fields(cls):
+            if field.name not in c:
+                raise ValueError(f"{path} lacks {field.name}: is it the config of a Qwen2 model?")
+        return cls(**{field.name: c[field.name] for field in fields(cls)})
+
+
+class Linear:
+    """x [T, in] -> x W^T + b [T, out], for the few rows at a time that decoding feeds.
+
+    In float32 on a CPU the weight is kept as panels of up to 1,024 columns, multiplied as a batch. With one [out, in]
+    matrix MKL leaves a single row to one thread, and rearranges the weight in every call for more. As panels, 1 to 4
+    rows run about as fast as the weight streams from memory.
+    """
+
+    def __init__(self, weight, bias=None):
+        out, width = weight.shape
+        panels = 1
+        if weight.dtype == torch.float32 and weight.device.type == "cpu":
+            panels = next((n for n in range(2, 65) if width % n == 0 and width // n <= 1024), 1)
+        self.weight = weight.view(out, panels, -1).transpose(0, 1).contiguous()  # [panels, out, in / panels]
+        self.bias = bias
+
+    def __call__(self, x):
+        panels, _, width = self.weight.shape
+        if panels == 1:
+            return F.linear(x, self.weight[0], self.bias)
+        y = torch.bmm(self.weight, x.view(-1, panels, width).permute(1, 2, 0))  # [panels, out, T]
+        y = y.sum(0).t().contiguous()  # [T, out]; row-major again, or the next bmm takes a slow path
+        return y if self.bias is None else y + self.bias
+
+    def rows(self, ids):
+        """Rows of the weight [T, in]: the same matrix as an embedding."""
+        return self.weight[:, ids].transpose(0, 1).reshape(len(ids), -1)
+
+
+@dataclass
+class Layer:
+    """Attention, then the MLP. q, k, v are one matmul, and so are gate and up: fewer operators, same numbers."""
+
+    config: Config
+    attention_norm: torch.Tensor
+    qkv: Linear
+    o: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, x, index, cache, rope, mask):
+        c = self.config
+        y = self.qkv(F.rms_norm(x, (c.hidden_size,), self.attention_norm, c.rms_norm_eps))
+        y = y.view(len(x), -1, c.head_dim).transpose(0, 1)  # [heads + 2 kv_heads, T, head_dim]
+        q, k, v = y.split([c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads])
+        k, v = cache.append(index, rotate(k, *rope), v)  # [kv_heads, cached + T, head_dim]
+        y = F.scaled_dot_product_attention(rotate(q, *rope)[None], k[None], v[None], attn_mask=mask, enable_gqa=True)[0]
+        x = x + self.o(y.transpose(0, 1).reshape(len(x), -1))  # [T, heads * head_dim] -> [T, hidden]
+        gate, up = self.gate_up(F.rms_norm(x, (c.hidden_size,), self.mlp_norm, c.rms_norm_eps)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def rotate(x, cos, sin):
+    """Rotary position embedding of x [heads, T, head_dim]; Su et al. 2021, arXiv 2104.09864.
+
+    Channel j turns together with channel j + head_dim / 2. Rolling by half exchanges the two; the sign is in `sin`.
+    """
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+class Qwen2:
+    """A decoder. `load` makes one; `model(ids, cache, last)` feeds it tokens."""
+
+    def __init__(self, config, embed, layers, norm, head):
+        self.config, self.embed, self.layers, self.norm, self.head = config, embed, layers, norm, head
+        self.device, self.dtype = norm.device, norm.dtype
+        pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=self.device)
+        self.frequencies = config.rope_theta ** -(pairs / config.head_dim)  # [head_dim / 2]
+
+    def new_cache(self, max_length):
+        """An empty cache for texts of up to max_length tokens, or for as many as the model's context allows."""
+        from kv_cache import KVCache  # here, so that this file can be imported alone
+
+        c = self.config
+        max_length = min(max_length, c.max_position_embeddings)
+        return KVCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, max_length, self.dtype, self.device)
+
+    def __call__(self, ids, cache, last):
+        """Add the tokens ids [T] to the cache. Returns logits [last, vocab], float32, of the last `last` rows.
+
+        Row i predicts the token that follows the i-th of those last tokens. Only these rows go through the head: for
+        all rows of a long prompt, 152k logits each, it would be over a gigabyte. `last` may be 0.
+        """
+        ids = torch.as_tensor(ids, device=self.device)
+        if ids.dim() != 1:
+            raise NotImplementedError(f"batch size is one here: ids must be [T], not {list(ids.shape)}")
+        assert 0 <= last <= len(ids), f"last is {last}, of {len(ids)} tokens"
+        chunks = ids.split(512)  # a long prompt goes through in pieces: it bounds the mask and the MLP's memory
+        x = torch.cat([self.hidden_states(chunk, cache) for chunk in chunks])[len(ids) - last :]
+        return self.head(F.rms_norm(x, (self.config.hidden_size,), self.norm, self.config.rms_norm_eps)).float()
+
+    def hidden_states(self, ids, cache):
+        """Embed ids [T], run all layers over them, and let the cache advance. Returns [T, hidden]."""
+        start, end = cache.length, cache.length + len(ids)
+        angles = torch.outer(torch.arange(start, end, device=self.device).float(), self.frequencies)
+        sines = torch.cat([-angles.sin(), angles.sin()], -1)
+        rope = angles.cos().repeat(1, 2).to(self.dtype), sines.to(self.dtype)  # both [T, head_dim]
+        # Row i may see all that is cached and itself, keys 0 .. start + i. SDPA's own is_causal would line the triangle
+        # up with key 0 and hide nearly everything from a verify pass. A single row sees all keys and needs no mask.
+        mask = torch.ones(len(ids), end, dtype=torch.bool, device=self.device).tril(start) if len(ids) > 1 else None
+        x = self.embed.rows(ids)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, index, cache, rope, mask)
+        cache.advance(len(ids))
+        return x
+
+    @classmethod
+    def load(cls, path, bits=None, device=None, dtype=None):
+        """Read a model from a folder or a Hub id, one tensor at a time.
+
+        bits: 32, or 16, which is bfloat16 unless dtype says float16. Default: 32 on a CPU, 16 elsewhere.
+        Raises OSError or ValueError, in one line, for files that are missing, damaged or of another model.
+        """
+        folder = find(path)
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        bits = bits or (32 if device.type == "cpu" else 16)
+        if bits not in (16, 32):
+            raise ValueError(f"bits is {bits}: it must be 16 or 32")
+        dtype = torch.float32 if bits == 32 else dtype or torch.bfloat16
+        c, weights = Config.read(folder), Checkpoint(folder, device, dtype)
+        tensor = weights.take
+
+        def linear(prefix, inputs, bias=False, **outputs):  # the parts, one below the other, as one matrix
+            weight = torch.cat([tensor(f"{prefix}.{name}.weight", n, inputs) for name, n in outputs.items()])
+            bias = torch.cat([tensor(f"{prefix}.{name}.bias", n) for name, n in outputs.items()]) if bias else None
+            return Linear(weight, bias)
+
+        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        embed = linear("model", c.hidden_size, embed_tokens=c.vocab_size)
+
+        def layer(i):
+            attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+            return Layer(
+                config=c,
+                attention_norm=tensor(f"model.layers.{i}.input_layernorm.weight", c.hidden_size),
+                qkv=linear(attention, c.hidden_size, c.attention_bias, q_proj=q, k_proj=kv, v_proj=kv),
+                o=linear(attention, q, o_proj=c.hidden_size),
+                mlp_norm=tensor(f"model.layers.{i}.post_attention_layernorm.weight", c.hidden_size),
+                gate_up=linear(mlp, c.hidden_size, gate_proj=c.intermediate_size, up_proj=c.intermediate_size),
+                down=linear(mlp, c.intermediate_size, down_proj=c.hidden_size),
+            )
+
+        layers = [layer(i) for i in tqdm(range(c.num_hidden_layers), "loading", disable=None, leave=False)]
+        norm = tensor("model.norm.weight", c.hidden_size)
+        head = embed
+        if "lm_head.weight" in weights.shapes or not c.tie_word_embeddings:
+            head = Linear(tensor("lm_head.weight", c.vocab_size, c.hidden_size))
+        if c.tie_word_embeddings and not torch.equal(head.weight, embed.weight):
+            warnings.warn(f"{folder}: lm_head.weight is ignored, it is tied to the (different) embedding", stacklevel=2)
+        for name in weights.shapes:
+            raise ValueError(f"{folder}: the tensor {name} has no place in this model: wrong config.json?")
+        return cls(c, embed, layers, norm, embed if c.tie_word_embeddings else head)
+
+
+def find(path):
+    """The folder of a model: `path` itself, or where the Hub client has put, or now puts, the repository of that id."""
+    if os.path.isdir(path):
+        return os.path.normpath(path)
+    if path.count("/") != 1 or path[0] in "./~":
+        raise FileNotFoundError(f"{path}: no such folder (a Hub id would look like Qwen/Qwen2.5-0.5B-Instruct)")
+    try:
+        return snapshot_download(path, allow_patterns=["*.json", "*.safetensors"])
+    except Exception as error:  # many kinds, of the client and of what it is built on; the network is not ours to fix
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else str(error).strip().splitlines()[0]
+        raise OSError(f"{path}: not in {constants.HF_HUB_CACHE}, nor can it be fetched: {why}; pass a folder") from None
+
+
+def read_json(path):
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{path} is missing: this is not a model folder, or its download is incomplete")
+    try:
+        with open(path, encoding="utf-8") as f:
+            return json.load(f)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): download it again") from None
+
+
+class Checkpoint:
+    """The tensors of a folder, each to be taken exactly once. All files are checked before any tensor is read."""
+
+    def __init__(self, folder, device, dtype):
+        files = ["model.safetensors"]
+        if not os.path.exists(os.path.join(folder, files[0])):
+            files = sorted(set(read_json(os.path.join(folder, files[0] + ".index.json"))["weight_map"].values()))
+        self.folder, self.device, self.dtype, self.shapes, self.file = folder, device, dtype, {}, {}
+        for file in [os.path.join(folder, name) for name in files]:
+            for name, shape in read_header(file).items():
+                self.shapes[name], self.file[name] = shape, file
+
+    def take(self, name, *shape):
+        """One tensor, on the device and in the dtype. The file is mapped for that long: no second copy in memory."""
+        if name not in self.shapes:
+            hint = "tie_word_embeddings is false in config.json" if name == "lm_head.weight" else "download it again"
+            raise ValueError(f"{self.folder}: the tensor {name} is missing: {hint}")
+        file, stored = self.file[name], self.shapes.pop(name)
+        if stored != list(shape):
+            raise ValueError(f"{file}: {name} has shape {stored}, but config.json asks for {list(shape)}")
+        try:
+            with safe_open(file, "pt") as f:
+                tensor = f.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            size = f"{os.path.getsize(file) / 1e9:.1f} GB"
+            raise OSError(f"{file}: cannot map its {size} ({error}): free that much memory") from None
+        if not torch.stack(tensor.aminmax()).isfinite().all():
+            raise ValueError(f"{file}: {name} contains NaN or infinity: the file is damaged")
+        return tensor.to(self.device, self.dtype)
+
+
+def read_header(file):
+    """Names and shapes of a safetensors file: 8 bytes of length, that much JSON, then the data."""
+    if not os.path.exists(file):
+        raise FileNotFoundError(f"{file} is missing, but the index names it: the download is incomplete")
+    size = os.path.getsize(file)
+    with open(file, "rb") as f:
+        start = f.read(8)
+        length = int.from_bytes(start, "little")
+        header = f.read(length) if length < size else ""
+    if start == b"version ":
+        raise ValueError(f"{file} is a git-lfs pointer, not the file: run `git lfs pull`, or download it again")
+    try:
+        header = json.loads(header)
+    except ValueError:
+        raise ValueError(f"{file} has {size} bytes and is no safetensors file: download it again") from None
+    header.pop("__metadata__", None)
+    expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if size != expected:
+        raise ValueError(f"{file} has {size} bytes and should have {expected}: download it again")
+    return {name: entry["shape"] for name, entry in header.items()}
