@@ -77,30 +77,33 @@ class Config:
 class Linear:
     """x [T, in] -> x W^T + b [T, out], for the few rows at a time that decoding feeds.
 
-    In float32 on a CPU the weight is kept as panels of up to 1,024 columns, multiplied as a batch. With one [out, in]
-    matrix MKL leaves a single row to one thread, and rearranges the weight in every call for more. As panels, 1 to 4
-    rows run about as fast as the weight streams from memory.
+    F.linear in float32 on a CPU gives a single row to one thread, and rearranges the whole weight in every call for a few
+    rows. So a large weight is arranged once, by oneDNN: then 4 rows cost what 1 costs, as the weight streams from memory
+    just as fast. A small one, or one that must be readable by rows (the embedding), is multiplied in 8 blocks instead.
     """
 
-    def __init__(self, weight, bias=None):
-        out, width = weight.shape
-        panels = 1
-        if weight.dtype == torch.float32 and weight.device.type == "cpu":
-            panels = next((n for n in range(2, 65) if width % n == 0 and width // n <= 1024), 1)
-        self.weight = weight.view(out, panels, -1).transpose(0, 1).contiguous()  # [panels, out, in / panels]
-        self.bias = bias
+    def __init__(self, weight, bias=None, rows_readable=False):
+        self.out, self.bias, self.packed = len(weight), bias, False
+        self.plain = weight.dtype != torch.float32 or weight.device.type != "cpu" or self.out % 8
+        # A private operator, the one that torch.compile uses for frozen weights; without it the blocks do.
+        large = weight.numel() > 2**20 and not rows_readable and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        if large and not self.plain and torch.backends.mkldnn.is_available():
+            weight, self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 8), True
+        self.weight = weight
 
     def __call__(self, x):
-        panels, _, width = self.weight.shape
-        if panels == 1:
-            return F.linear(x, self.weight[0], self.bias)
-        y = torch.bmm(self.weight, x.view(-1, panels, width).permute(1, 2, 0))  # [panels, out, T]
-        y = y.sum(0).t().contiguous()  # [T, out]; row-major again, or the next bmm takes a slow path
+        if self.plain:
+            return F.linear(x, self.weight, self.bias)
+        if self.packed:
+            few = F.pad(x, (0, 0, 0, 4 - len(x))) if len(x) < 4 else x  # 4 rows are no slower than 1, rather faster
+            return torch.ops.mkldnn._linear_pointwise(few, self.weight, self.bias, "none", [], "")[: len(x)]
+        blocks = self.weight.view(8, self.out // 8, -1)
+        y = torch.bmm(blocks, x.t().expand(8, -1, -1)).view(self.out, len(x)).t()  # [T, out]
         return y if self.bias is None else y + self.bias
 
     def rows(self, ids):
         """Rows of the weight [T, in]: the same matrix as an embedding."""
-        return self.weight[:, ids].transpose(0, 1).reshape(len(ids), -1)
+        return self.weight[ids]
 
 
 @dataclass
@@ -197,13 +200,13 @@ class Qwen2:
         c, weights = Config.read(folder), Checkpoint(folder, device, dtype)
         tensor = weights.take
 
-        def linear(prefix, inputs, bias=False, **outputs):  # the parts, one below the other, as one matrix
+        def linear(prefix, inputs, bias=False, **outputs):  # several of them, one below the other, as one matrix
             weight = torch.cat([tensor(f"{prefix}.{name}.weight", n, inputs) for name, n in outputs.items()])
             bias = torch.cat([tensor(f"{prefix}.{name}.bias", n) for name, n in outputs.items()]) if bias else None
             return Linear(weight, bias)
 
         q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        embed = linear("model", c.hidden_size, embed_tokens=c.vocab_size)
+        embed = Linear(tensor("model.embed_tokens.weight", c.vocab_size, c.hidden_size), rows_readable=True)
 
         def layer(i):
             attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
@@ -221,7 +224,7 @@ class Qwen2:
         norm = tensor("model.norm.weight", c.hidden_size)
         head = embed
         if "lm_head.weight" in weights.shapes or not c.tie_word_embeddings:
-            head = Linear(tensor("lm_head.weight", c.vocab_size, c.hidden_size))
+            head = Linear(tensor("lm_head.weight", c.vocab_size, c.hidden_size), rows_readable=c.tie_word_embeddings)
         if c.tie_word_embeddings and not torch.equal(head.weight, embed.weight):
             warnings.warn(f"{folder}: lm_head.weight is ignored, it is tied to the (different) embedding", stacklevel=2)
         for name in weights.shapes:

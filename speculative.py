@@ -46,8 +46,9 @@ def draw(probs, generator):
     """Draw one id from each row of probs [rows, n]. Returns [rows]. Every random choice in this file is made here."""
     cdf = probs.cumsum(-1)
     u = torch.rand(len(probs), 1, generator=generator, device=generator.device).to(probs.device)  # in [0, 1)
-    # Divided by its own last entry, the cdf ends in exactly 1 > u: an id of probability 0 cannot come out.
-    return torch.searchsorted(cdf / cdf[:, -1:], u, right=True).squeeze(-1)
+    # Divided by its own last entry, the cdf ends in exactly 1 > u: an id of probability 0 cannot come out. (The clamp is
+    # for NaN, which is reported at the end of the round and must not run off the end before.)
+    return torch.searchsorted(cdf / cdf[:, -1:], u, right=True).squeeze(-1).clamp(max=probs.shape[-1] - 1)
 
 
 def greedy(logits, drafted):
