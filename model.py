@@ -283,7 +283,7 @@ class Checkpoint:
             raise OSError(f"{file}: cannot map its {size} ({error}): free that much memory") from None
         if not torch.stack(tensor.aminmax()).isfinite().all():
             raise ValueError(f"{file}: {name} contains NaN or infinity: the file is damaged")
-        return tensor.to(self.device, self.dtype)
+        return tensor.to(self.device, self.dtype, copy=True)  # never a view of the file: it may change, or go
 
 
 def read_header(file):

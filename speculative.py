@@ -25,7 +25,7 @@ Round = namedtuple("Round", "tokens drafted accepted")  # the ids emitted, how m
 
 
 def warp(logits, temperature, top_k, top_p):
-    """The distribution that is drawn from: temperature, then top-k, then top-p. Used alike for the draft and the target.
+    """The distribution that is drawn from: temperature, then top-k, then top-p, alike for the draft and the target.
 
     logits: [rows, vocab], float32. Returns probabilities [rows, vocab], float32, each row summing to 1.
     temperature > 0; top_k 0 and top_p 1.0 mean no limit. What ties with the last token kept is kept too, so that the
@@ -46,8 +46,8 @@ def draw(probs, generator):
     """Draw one id from each row of probs [rows, n]. Returns [rows]. Every random choice in this file is made here."""
     cdf = probs.cumsum(-1)
     u = torch.rand(len(probs), 1, generator=generator, device=generator.device).to(probs.device)  # in [0, 1)
-    # Divided by its own last entry, the cdf ends in exactly 1 > u: an id of probability 0 cannot come out. (The clamp is
-    # for NaN, which is reported at the end of the round and must not run off the end before.)
+    # Divided by its own last entry, the cdf ends in exactly 1 > u: an id of probability 0 cannot come out. The clamp is
+    # for NaN, which the round reports at its end and which must not index past the vocabulary before.
     return torch.searchsorted(cdf / cdf[:, -1:], u, right=True).squeeze(-1).clamp(max=probs.shape[-1] - 1)
 
 
@@ -64,13 +64,13 @@ def greedy(logits, drafted):
 def rejection(p, q, drafted, generator):
     """Keep draft i with probability min(1, p / q). In place of the first that falls, draw from max(0, p - q).
 
-    p: [k + 1, vocab], q: [k, vocab] or None for one-hot, drafted: [k]. Returns n, how many are kept, and the token after
-    them, both [1]. If drafted[i] was really drawn from q[i], the tokens are distributed as p, whatever q is.
+    p: [k + 1, vocab], q: [k, vocab] or None for one-hot, drafted: [k]. Returns n, how many are kept, and the token
+    after them, both [1]. If drafted[i] was really drawn from q[i], the tokens are distributed as p, whatever q is.
     Leviathan et al. 2023, algorithm 1 and appendix A.1.
     """
     q = F.one_hot(drafted, p.shape[1]) if q is None else q
-    # Below: one row of zeros, for where nothing was drafted; the residual there is p itself, so the bonus token needs no
-    # case of its own. To the right: zeros for ids that the draft does not have, if its vocabulary is padded to less.
+    # Below, a row of zeros where nothing was drafted: the residual there is p itself, so the bonus token needs no case
+    # of its own. To the right, zeros for ids that the draft does not have, if its vocabulary is padded to less.
     q = F.pad(q.to(p), (0, p.shape[1] - q.shape[1], 0, 1))  # [k + 1, vocab]
     row = torch.arange(len(drafted), device=p.device)
     keep = (p[row, drafted] / q[row, drafted]).clamp(max=1)  # [k]: one entry of each row. p[:, drafted] is k x k.
@@ -119,22 +119,20 @@ def speculative_decode(target, drafter, prompt, max_new_tokens, gamma=4, tempera
                        generator=None):
     """Yield one Round after the other, until max_new_tokens, an id in `eos`, or the end of the target's context.
 
-    prompt: list of ids, 1 up to the context. max_new_tokens, temperature, top_k: 0 or more; 0 < top_p <= 1.
-    gamma: how many tokens a round may draft. 0 is plain decoding, and needs no drafter.
-    temperature 0 is greedy. Above, a torch.Generator is needed. The same seed gives the same text again, but not the
-    text that plain decoding or another gamma gives: only the distribution is the same.
+    prompt: list of ids. gamma: how many tokens a round may draft, 0 or more; 0 is plain decoding and needs no drafter.
+    temperature: 0 is greedy; above, a torch.Generator is needed. The same seed gives the same text again, but not the
+    text of plain decoding or of another gamma: only their distribution is the same. top_k 0, top_p 1.0: no limit.
     After an EOS nothing is emitted. Drafts behind an accepted EOS count as drafted, not as accepted.
     The first Round includes reading the prompt: time decoding from its arrival on.
     Raises ValueError for an argument out of range, FloatingPointError if the target's logits contain NaN.
     """
-    tokens, cache = list(prompt), target.new_cache(len(prompt) + max(max_new_tokens, 0))
-    for name, value, low, high in [
-        ("number of tokens in the prompt", len(prompt), 1, cache.max_length), ("max_new_tokens", max_new_tokens, 0, 1e9),
-        ("gamma", gamma, 0, 1e9), ("temperature", temperature, 0, 1e9), ("top_k", top_k, 0, 1e9), ("top_p", top_p, 1e-9, 1),
-        ("number of generators", int(generator is not None), int(temperature > 0), 1),
-    ]:
-        if not low <= value <= high:
-            raise ValueError(f"the {name} is {value}: it must be from {low:g} to {high:g}")
+    if not (max_new_tokens >= 0 and gamma >= 0 and temperature >= 0 and top_k >= 0 and 0 < top_p <= 1):
+        raise ValueError(f"out of range: {max_new_tokens=} {gamma=} {temperature=} {top_k=} {top_p=}")
+    if temperature > 0 and generator is None:
+        raise ValueError("sampling needs a torch.Generator: pass generator=")
+    tokens, cache = list(prompt), target.new_cache(len(prompt) + max_new_tokens)
+    if not 0 < len(prompt) <= cache.max_length:
+        raise ValueError(f"the prompt has {len(prompt)} tokens: it must have 1 to {cache.max_length}, the target's context")
     if len(prompt) > 1:  # all but the last token, which the first round feeds
         target(torch.tensor(prompt[:-1]), cache, last=0)
     limit, stop = min(len(prompt) + max_new_tokens, cache.max_length), None

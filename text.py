@@ -1,7 +1,7 @@
 """Text to ids and back: the tokenizer of a model folder, the chat form, and text that streams.
 
-    text = Text("path/to/Qwen2.5-0.5B-Instruct", eos=[151645, 151643])
-    ids = text.prompt("Why is the sky blue?")
+text = Text("path/to/Qwen2.5-0.5B-Instruct", eos=[151645, 151643])
+ids = text.prompt("Why is the sky blue?")
 """
 
 import json
@@ -10,7 +10,9 @@ import os
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."  # what Qwen2.5's own template puts there
+SYSTEM = (
+    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."  # what Qwen2.5's own template puts there
+)
 
 
 class Text:

@@ -1,0 +1,50 @@
+"""Vocabularies of different widths, and arithmetic that could go wrong."""
+
+import math
+
+import pytest
+import torch
+from toys import Scripted, Toy, decode, qwen2
+
+from kv_cache import KVCache
+from model import Config, Layer, Linear
+
+
+def test_cached_rows_are_the_rows_of_one_pass():  # B56, B59
+    model, ids = qwen2(), torch.arange(7)
+    whole = model(ids, model.new_cache(9), 7)
+    cache = model.new_cache(9)
+    model(ids[:3], cache, 0)
+    torch.testing.assert_close(model(ids[3:], cache, 4), whole[3:], atol=1e-5, rtol=0)
+    cache.rollback(3)
+    ids[5] = 100
+    changed = model(ids[3:], cache, 4)  # the future is out of sight, and nothing else is
+    torch.testing.assert_close(changed[:2], whole[3:5], atol=1e-5, rtol=0)
+    assert (changed[2:] - whole[5:]).abs().amax(-1).min() > 1e-3
+
+
+def test_a_long_prompt_in_pieces():
+    model, ids = qwen2(), torch.arange(700) % 128
+    model.config.max_position_embeddings = 1024
+    cache = model.new_cache(700)
+    for id in ids[:-2].split(1):
+        model(id, cache, 0)
+    torch.testing.assert_close(model(ids[-2:], cache, 2), model(ids, model.new_cache(700), 2), atol=1e-4, rtol=0)
+
+
+def test_float16_attention_does_not_overflow():  # B58: 128 channels of 40 x 40 are 204,800, and float16 ends at 65,504
+    c = Config(1, 128, 96, 1, 1, 128, 128, 64, 1e-6, 10000.0, True, True, [])
+    ones = torch.ones(128, dtype=torch.float16)
+    qkv = Linear(torch.full((384, 128), 40 / 128, dtype=torch.float16))
+    zero = Linear(torch.zeros(192, 128, dtype=torch.float16)), Linear(torch.zeros(128, 96, dtype=torch.float16))
+    layer = Layer(c, ones, qkv, Linear(torch.eye(128, dtype=torch.float16)), ones, *zero)
+    cache, rope = KVCache(1, 1, 128, 4, torch.float16), (torch.ones(2, 128).half(), torch.zeros(2, 128).half())
+    out = layer(torch.ones(2, 128).half(), 0, cache, rope, torch.ones(2, 2, dtype=torch.bool).tril())
+    torch.testing.assert_close(out, torch.full((2, 128), 41.0).half(), atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_is_never_a_token(temperature):  # B58
+    broken = Toy(lambda seen: [math.nan] * 8)
+    with pytest.raises(FloatingPointError, match="NaN"):
+        decode(broken, Scripted([1, 2]), [3], 4, 2, temperature=temperature, generator=torch.Generator())
