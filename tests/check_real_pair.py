@@ -1,0 +1,136 @@
+"""The checks that need real weights, float32 and half an hour: against transformers, and against plain decoding.
+
+    python tests/check_real_pair.py --target DIR --draft DIR           everything
+    python tests/check_real_pair.py --target DIR --draft DIR speed     one part: logits, greedy, self or speed
+
+DIR: folders of, for instance, Qwen2.5-Coder-1.5B-Instruct and Qwen2.5-Coder-0.5B-Instruct. Both libraries hold the
+target in float32 at once: about 15 GB of memory. Exit code 1 if a check fails. pytest does not collect this file.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from bench import PROMPTS, decode, first_difference
+from model import Qwen2
+from text import Text
+
+NEW_TOKENS, GAMMAS, TOLERANCE = 64, (1, 3, 7), 1e-3
+GREEDY = argparse.Namespace(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+
+
+def logits(target, peer, prompts):
+    """The largest difference of a logit between the two libraries, over all rows of three prompts."""
+    worst = 0.0
+    for name, ids in prompts[::4]:
+        ours = target(ids, target.new_cache(len(ids)), len(ids))
+        theirs = peer(torch.tensor([ids])).logits[0]
+        difference = (ours - theirs).abs().max().item()
+        worst = max(worst, difference)
+        print(f"  {name:<12} {len(ids):>4} rows: largest difference of a logit {difference:.1e}", flush=True)
+    return worst <= TOLERANCE
+
+
+def greedy(target, draft, peer, prompts):
+    """Speculative against plain against transformers, token for token; a difference must be a near tie."""
+    print(f"  {'prompt':<12} {'tokens':>6}  transformers" + "".join(f"   gamma {gamma}" for gamma in GAMMAS) + "   acceptance")
+    fine, counts, notes = True, {"same": 0, "near tie": 0}, []
+    for name, ids in prompts:
+        plain = decode((target, draft), ids, 0, GREEDY, NEW_TOKENS)
+        # The published generation config asks for a repetition penalty, which plain greedy decoding does not have.
+        theirs = peer.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, repetition_penalty=1.0)
+        runs = [decode((target, draft), ids, gamma, GREEDY, NEW_TOKENS) for gamma in GAMMAS]
+        cells = []
+        for other in [theirs[0, len(ids) :].tolist()] + [run.ids for run in runs]:
+            apart = first_difference(target, ids, plain.ids, other)
+            if apart:
+                notes.append(f"  {name}: parts at token {apart[0]}, where two logits are {apart[1]:.1e} apart")
+                fine &= apart[1] <= TOLERANCE
+            cells.append("near tie" if apart else "same")
+            counts[cells[-1]] += 1
+        rates = " ".join(f"{run.accepted / max(run.drafted, 1):.2f}" for run in runs)
+        print(f"  {name:<12} {len(plain.ids):>6}  {cells[0]:>12}" + "".join(f"{c:>10}" for c in cells[1:]) + f"   {rates}", flush=True)
+    print("\n".join(notes + [f"  {counts['same']} comparisons the same, {counts['near tie']} part at a near tie"]))
+    return fine
+
+
+def itself(target, prompts):
+    """The target as its own draft: every draft of every round must be kept."""
+    drafted = accepted = 0
+    for _, ids in prompts[::4]:
+        run = decode((target, target), ids, 4, GREEDY, NEW_TOKENS)
+        drafted, accepted = drafted + run.drafted, accepted + run.accepted
+    print(f"  {accepted} of {drafted} drafts kept")
+    return accepted == drafted > 0
+
+
+def speed(target, peer, prompts, repeat=15):
+    """A step of plain decoding in both libraries, and a pass over 4 and 8 rows, in turn; medians of ratios."""
+    ids = (prompts[0][1] * 9)[:200]
+    cache, theirs = target.new_cache(300), transformers.DynamicCache()
+    target(ids, cache, 0)
+    peer(torch.tensor([ids]), past_key_values=theirs)
+
+    def step():
+        peer(torch.tensor([ids[:1]]), past_key_values=theirs, logits_to_keep=1)
+        theirs.crop(-1)
+
+    def rows(n):
+        target(ids[:n], cache, n)
+        cache.rollback(len(ids))
+
+    jobs = {"transformers": step, 1: lambda: rows(1), 2: lambda: rows(2), 4: lambda: rows(4), 8: lambda: rows(8)}
+    seconds = {job: [] for job in jobs}
+    for _ in range(repeat + 1):
+        for job, work in jobs.items():
+            start = time.perf_counter()
+            work()
+            seconds[job].append(time.perf_counter() - start)
+    ratio = {}
+    for job, times in seconds.items():
+        pairs = zip(times[1:], seconds[1][1:], strict=True)  # without the warm-up
+        ratio[job] = statistics.median(a / b for a, b in pairs)
+        what = job if job == "transformers" else f"{job} rows"
+        print(f"  {what:<14}{1e3 * statistics.median(times[1:]):>8.0f} ms   {ratio[job]:.2f}x one row here")
+    return ratio["transformers"] >= 1 and ratio[4] <= 1.3
+
+
+@torch.no_grad()
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=["logits", "greedy", "self", "speed"])
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft", required=True)
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    target = Qwen2.load(args.target, bits=32, device="cpu")
+    text = Text(args.target, target.config.eos)
+    prompts = [(f"{domain} {i}", text.prompt(prompt)) for domain in PROMPTS for i, prompt in enumerate(PROMPTS[domain], 1)]
+    draft = Qwen2.load(args.draft, bits=32, device="cpu") if args.part in (None, "greedy") else None
+    peer = None
+    if args.part != "self":
+        peer = transformers.AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    parts = {
+        "logits": lambda: logits(target, peer, prompts),
+        "greedy": lambda: greedy(target, draft, peer, prompts),
+        "self": lambda: itself(target, prompts),
+        "speed": lambda: speed(target, peer, prompts),
+    }
+    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, transformers {transformers.__version__}")
+    failed = []
+    for part in [args.part] if args.part else parts:
+        print(f"{part}: {' '.join(globals()[part if part != 'self' else 'itself'].__doc__.split())}", flush=True)
+        if not parts[part]():
+            failed.append(part)
+    print(f"failed: {', '.join(failed)}" if failed else "all passed")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

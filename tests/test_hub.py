@@ -1,0 +1,103 @@
+"""Downloading, through the real Hub client, from a small server on 127.0.0.1 that speaks as much of its protocol as it asks for."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+import folders
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+LOAD = "from model import Qwen2; m = Qwen2.load('org/tiny', device='cpu'); print(m([1, 2, 3], m.new_cache(3), 1).sum().item())"
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A Hub with one repository, org/tiny, that also has files nobody here needs. Yields (url, paths asked for)."""
+    repository = tmp_path / "repository"
+    folders.write(repository, shards=2)
+    (repository / "README.md").write_text("# tiny")
+    (repository / "pytorch_model.bin").write_bytes(b"pickled code")
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            path = self.path.split("?")[0]
+            asked.append(path)
+            name = path.split("/")[-1]
+            if path.startswith("/api/models/org/tiny/tree/"):
+                files = sorted(repository.iterdir())
+                entries = [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": sha(f)} for f in files]
+                self.answer(json.dumps(entries).encode(), "application/json")
+            elif path.startswith("/api/models/org/tiny"):
+                siblings = [{"rfilename": f.name} for f in repository.iterdir()]
+                info = {"id": "org/tiny", "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
+                self.answer(json.dumps(info).encode(), "application/json")
+            elif path.startswith("/org/tiny/resolve/") and (repository / name).exists():
+                self.answer((repository / name).read_bytes(), "application/octet-stream", sha(repository / name))
+            else:
+                self.send_response(404)
+                self.send_header("X-Error-Code", "RepoNotFound")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+        do_HEAD = do_GET
+
+        def answer(self, body, kind, etag="none"):
+            self.send_response(200)
+            for name, value in (("Content-Type", kind), ("Content-Length", len(body)), ("ETag", f'"{etag}"')):
+                self.send_header(name, str(value))
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    server.server_close()
+
+
+def sha(file):
+    return hashlib.sha1(file.read_bytes()).hexdigest()
+
+
+def python(code, home, **env):
+    """Run code in a Python of its own: the client reads these variables when it is imported."""
+    env = os.environ | {"HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"} | env
+    root = Path(__file__).parent.parent
+    return subprocess.run([sys.executable, *code], capture_output=True, text=True, env=env, cwd=root, timeout=120)
+
+
+def test_download_then_offline(hub, tmp_path):
+    url, asked = hub
+    first = python(["-c", LOAD], tmp_path / "home", HF_ENDPOINT=url)
+    assert first.returncode == 0, first.stderr
+    fetched = {path.split("/")[-1] for path in asked if "/resolve/" in path}
+    assert {"config.json", "tokenizer.json", "model-00002-of-00002.safetensors"} <= fetched
+    assert not fetched & {"README.md", "pytorch_model.bin"}  # only json and safetensors
+    asked.clear()
+    offline = python(["-c", LOAD], tmp_path / "home", HF_ENDPOINT=url, HF_HUB_OFFLINE="1")  # B54
+    assert offline.stdout == first.stdout and asked == [], offline.stderr
+
+
+def test_what_cannot_be_had_is_one_line(hub, tmp_path):
+    url, _ = hub
+    command = ["bench.py", "--target", "org/tiny", "--draft", "org/tiny"]
+    offline = python(command, tmp_path / "home", HF_ENDPOINT=url, HF_HUB_OFFLINE="1")
+    assert offline.returncode == 2 and len(offline.stderr.splitlines()) == 1
+    assert "HF_HUB_OFFLINE" in offline.stderr and str(tmp_path / "home") in offline.stderr
+    unknown = python(["bench.py", "--target", "org/other", "--draft", "org/tiny"], tmp_path / "home", HF_ENDPOINT=url)
+    assert unknown.returncode == 2 and len(unknown.stderr.splitlines()) == 1 and "org/other" in unknown.stderr
+    nobody = python(command, tmp_path / "home", HF_ENDPOINT="http://127.0.0.1:9")
+    assert nobody.returncode == 2 and len(nobody.stderr.splitlines()) == 1 and "org/tiny" in nobody.stderr
