@@ -142,7 +142,8 @@ same text  prompts whose greedy text is that of plain decoding, token for token.
 
 def line(row, parted):
     """A row as a line of the table. parted: for each greedy text, None where it is that of plain decoding."""
-    cells = f"{row['domain']:<11}{row['mode']:<12}{row['gamma']:>6}{row['tokens_per_second']:>8.2f}{row['speedup']:>9.2f}x"
+    cells = f"{row['domain']:<11}{row['mode']:<12}{row['gamma']:>6}"
+    cells += f"{row['tokens_per_second']:>8.2f}{row['speedup']:>9.2f}x"
     if row["mode"] != "plain":
         cells += f"{row['predicted_speedup']:>10.2f}x{row['acceptance_rate']:>9.0%} {row['tokens_per_round']:>10.2f}"
         cells += f"{parted.count(None):>8} of {len(parted)}" if parted else ""
@@ -206,7 +207,7 @@ def watch(pair, text, args):
     print(stream.finish())
     plain = decode(pair, ids, 0, args, min(args.max_new_tokens, 17))
     per_round = run.tokens / max(run.rounds, 1)
-    print(f"\n{len(run.ids)} tokens, {speed(run):.2f} a second; plain decoding {speed(plain):.2f}, over {plain.tokens} tokens")
+    print(f"\n{len(run.ids)} tokens, {speed(run):.2f} a second; plain decoding ({plain.tokens}): {speed(plain):.2f}")
     print(f"gamma {args.gamma}: {run.drafted} drafted, {run.accepted} kept, {per_round:.2f} tokens a round")
 
 
@@ -271,7 +272,8 @@ def run(args):
     pair = [Qwen2.load(folder, args.bits, None if args.device == "auto" else args.device) for folder in folders]
     about, dtype = machine(pair[0].device), str(pair[0].dtype).removeprefix("torch.")
     how = f"temperature {args.temperature:g}" if args.temperature else "greedy"
-    print(f"target {target}\ndraft  {draft}\n{dtype}, {how}, gamma {args.gamma}, up to {args.max_new_tokens} tokens a text")
+    print(f"target {target}\ndraft  {draft}")
+    print(f"{dtype}, {how}, gamma {args.gamma}, up to {args.max_new_tokens} tokens a text")
     print(f"{about['name']} ({about['device']}, {about['threads']} threads), torch {about['torch']}\n")
     if args.command == "watch":
         return watch(pair, texts[0], args)

@@ -77,9 +77,9 @@ class Config:
 class Linear:
     """x [T, in] -> x W^T + b [T, out], for the few rows at a time that decoding feeds.
 
-    F.linear in float32 on a CPU gives a single row to one thread, and rearranges the whole weight in every call for a few
-    rows. So a large weight is arranged once, by oneDNN: then 4 rows cost what 1 costs, as the weight streams from memory
-    just as fast. A small one, or one that must be readable by rows (the embedding), is multiplied in 8 blocks instead.
+    F.linear in float32 on a CPU leaves a single row to one thread, and for a few rows rearranges the whole weight in
+    every call. So a large weight is arranged once, by oneDNN: then 4 rows cost about what 1 costs, the time it takes to
+    stream the weight. A small one, or one that is also read by rows (an embedding), is multiplied in 8 blocks.
     """
 
     def __init__(self, weight, bias=None, rows_readable=False):

@@ -132,7 +132,7 @@ def speculative_decode(target, drafter, prompt, max_new_tokens, gamma=4, tempera
         raise ValueError("sampling needs a torch.Generator: pass generator=")
     tokens, cache = list(prompt), target.new_cache(len(prompt) + max_new_tokens)
     if not 0 < len(prompt) <= cache.max_length:
-        raise ValueError(f"the prompt has {len(prompt)} tokens: it must have 1 to {cache.max_length}, the target's context")
+        raise ValueError(f"the prompt has {len(prompt)} tokens: it must have 1 to {cache.max_length}, the context")
     if len(prompt) > 1:  # all but the last token, which the first round feeds
         target(torch.tensor(prompt[:-1]), cache, last=0)
     limit, stop = min(len(prompt) + max_new_tokens, cache.max_length), None

@@ -1,8 +1,9 @@
 """The proof that speculation changes nothing but the speed. Run it with pytest.
 
-Greedy text must be the very tokens of a loop that has no cache and no draft. Sampled text must have exactly the target's
-distribution, computed by walking through every outcome of every random choice. B1, B2, ... are faults that software of
-this kind has had; each is here as a small input with its right value. The models are a few kilobytes, see tests/toys.py.
+Greedy text must be the very tokens of a loop that has no cache and no draft. Sampled text must have exactly the
+distribution of the target, computed by walking through every outcome of every random choice. The models are made for
+it and a few kilobytes in size, see tests/toys.py. B1, B2, ... number faults that software of this kind has had; each is
+here as a small input with its right value.
 """
 
 import itertools
@@ -10,10 +11,10 @@ import math
 
 import pytest
 import torch
-from toys import Random, Scripted, Toy, chain, decode, history, one_hot, oracle, qwen2, table
 
 import speculative
 from speculative import DraftModel, rejection, speculative_decode, warp
+from toys import Random, Scripted, Toy, chain, decode, history, one_hot, oracle, qwen2, table
 
 # Greedy
 
@@ -89,38 +90,41 @@ def test_another_dtype_for_the_draft():  # B72
 # Sampling: exact, by walking through every outcome
 
 
-def outcomes(run, monkeypatch):
-    """Call run() once for every sequence of outcomes that its calls of `draw` can have. Returns [(probability, result)].
+class Dice:
+    """Stands in for `draw`: shows what `path` says, then always the first that is possible, noting what else was."""
 
-    It is the real algorithm that runs. Only the dice are replaced: by a list of what they are to show.
+    def __init__(self, path):
+        self.path, self.probability, self.shown, self.others = path, 1.0, 0, []
+
+    def __call__(self, probs, generator):
+        for row in probs.double():
+            if self.shown == len(self.path):
+                first, *rest = row.nonzero().flatten().tolist()
+                self.others += [[*self.path, id] for id in rest]
+                self.path = [*self.path, first]
+            self.probability *= (row[self.path[self.shown]] / row.sum()).item()
+            self.shown += 1
+        return torch.tensor(self.path[self.shown - len(probs) : self.shown], dtype=torch.long)
+
+
+def outcomes(run, monkeypatch):
+    """Call run() once for every way in which its calls of `draw` can turn out. Returns [(probability, result)].
+
+    It is the real algorithm that runs. Only the dice are replaced.
     """
     results, paths = [], [[]]
     while paths:
-        path, probability, shown = paths.pop(), 1.0, 0
-
-        def draw(probs, generator):
-            nonlocal probability, shown
-            ids = []
-            for row in probs.double():
-                row = row / row.sum()
-                if shown == len(path):
-                    possible = row.nonzero().flatten().tolist()
-                    paths.extend(path + [id] for id in possible[1:])
-                    path.append(possible[0])
-                probability *= row[path[shown]].item()
-                ids.append(path[shown])
-                shown += 1
-            return torch.tensor(ids, dtype=torch.long)
-
-        monkeypatch.setattr(speculative, "draw", draw)
+        dice = Dice(paths.pop())
+        monkeypatch.setattr(speculative, "draw", dice)
         result = run()
-        results.append((probability, result))
+        results.append((dice.probability, result))
+        paths += dice.others
     assert abs(sum(probability for probability, _ in results) - 1) < 1e-6
     return results
 
 
 def emission(p, q, drafted, monkeypatch, row=0):
-    """The exact distribution of the token at place `row`, when drafted (or each draft that q may give) meets p and q."""
+    """The exact distribution of the token at place `row`, if `drafted`, or else what q may give, meets p and q."""
     total = torch.zeros(p.shape[1], dtype=torch.double)
 
     def run():
@@ -160,9 +164,11 @@ def test_one_entry_of_each_row(monkeypatch):  # B7
 def test_q_is_what_was_drawn_from(monkeypatch):  # B21
     target = table([[0.375, 0.625, 0.0]])
     draft = table([[0.5, 0.3, 0.2]])
-    run = lambda: decode(
-        target, DraftModel(draft, 9, 1.0, top_k=2), [0], 2, 1, temperature=1.0, top_k=2, generator=True
-    )[0]
+    warping = {"temperature": 1.0, "top_k": 2}
+
+    def run():
+        return decode(target, DraftModel(draft, 9, **warping), [0], 2, 1, generator=True, **warping)[0]
+
     first = torch.zeros(3, dtype=torch.double)
     for probability, tokens in outcomes(run, monkeypatch):
         first[tokens[0]] += probability

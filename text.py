@@ -36,7 +36,7 @@ class Text:
         self.is_chat = self.im_end is not None and self.im_end in eos
 
     def prompt(self, text):
-        """The ids to start from: the chat form of a user's message for an instruct model, the raw text for a base model.
+        """Ids to start from: for an instruct model the chat form of a user's message, for a base model the raw text.
 
         Raises ValueError if there is nothing in it.
         """

@@ -39,7 +39,8 @@ def logits(target, peer, prompts):
 
 def greedy(target, draft, peer, prompts):
     """Speculative against plain against transformers, token for token; a difference must be a near tie."""
-    print(f"  {'prompt':<12} {'tokens':>6}  transformers" + "".join(f"   gamma {gamma}" for gamma in GAMMAS) + "   acceptance")
+    names = ["transformers", *(f"gamma {gamma}" for gamma in GAMMAS)]
+    print(f"  {'prompt':<12}{'tokens':>8}" + "".join(f"{name:>14}" for name in names) + "   acceptance")
     fine, counts, notes = True, {"same": 0, "near tie": 0}, []
     for name, ids in prompts:
         plain = decode((target, draft), ids, 0, GREEDY, NEW_TOKENS)
@@ -55,7 +56,7 @@ def greedy(target, draft, peer, prompts):
             cells.append("near tie" if apart else "same")
             counts[cells[-1]] += 1
         rates = " ".join(f"{run.accepted / max(run.drafted, 1):.2f}" for run in runs)
-        print(f"  {name:<12} {len(plain.ids):>6}  {cells[0]:>12}" + "".join(f"{c:>10}" for c in cells[1:]) + f"   {rates}", flush=True)
+        print(f"  {name:<12}{len(plain.ids):>8}" + "".join(f"{cell:>14}" for cell in cells) + f"   {rates}", flush=True)
     print("\n".join(notes + [f"  {counts['same']} comparisons the same, {counts['near tie']} part at a near tie"]))
     return fine
 
@@ -111,7 +112,7 @@ def main():
     transformers.logging.set_verbosity_error()
     target = Qwen2.load(args.target, bits=32, device="cpu")
     text = Text(args.target, target.config.eos)
-    prompts = [(f"{domain} {i}", text.prompt(prompt)) for domain in PROMPTS for i, prompt in enumerate(PROMPTS[domain], 1)]
+    prompts = [(f"{domain} {i}", text.prompt(p)) for domain in PROMPTS for i, p in enumerate(PROMPTS[domain], 1)]
     draft = Qwen2.load(args.draft, bits=32, device="cpu") if args.part in (None, "greedy") else None
     peer = None
     if args.part != "self":

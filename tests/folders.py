@@ -43,7 +43,7 @@ def tensors(seed=0, **config):
 
 
 def tokenizer(exchange=()):
-    """One id a byte, then Qwen's three control tokens and a tool token. exchange: two ids whose tokens change places."""
+    """An id for each byte, then Qwen's three control tokens and a tool token. exchange: two ids to change over."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     if exchange:
         a, b = exchange

@@ -14,7 +14,8 @@ from toys import Toy, one_hot
 
 @pytest.fixture
 def pair(tmp_path):
-    return ["--target", folders.write(tmp_path / "t"), "--draft", folders.write(tmp_path / "d", seed=1), "--device", "cpu"]
+    target, draft = folders.write(tmp_path / "target"), folders.write(tmp_path / "draft", seed=1)
+    return ["--target", target, "--draft", draft, "--device", "cpu"]
 
 
 def options(**given):
@@ -24,7 +25,8 @@ def options(**given):
 
 def test_the_table_and_its_json(pair, tmp_path, capsys):
     file = tmp_path / "out.json"
-    bench.main([*pair, "--domain", "code", "--max-new-tokens", "20", "--gamma", "3", "--repeat", "2", "--json", str(file)])
+    arguments = ["--domain", "code", "--max-new-tokens", "20", "--gamma", "3", "--repeat", "2", "--json", str(file)]
+    bench.main([*pair, *arguments])
     shown = capsys.readouterr().out
     plain, speculative = json.loads(file.read_text())["rows"]
     for word in ("code", "plain", "speculative", "same text", "3 of 3", "tok/s"):
@@ -38,8 +40,8 @@ def test_the_table_and_its_json(pair, tmp_path, capsys):
 
 def test_sampled_texts_are_not_compared(pair, tmp_path, capsys):
     file = tmp_path / "out.json"
-    arguments = ["--domain", "factual", "--max-new-tokens", "8", "--repeat", "1", "--temperature", "1", "--json", str(file)]
-    bench.main([*pair, *arguments])
+    arguments = ["--domain", "factual", "--max-new-tokens", "8", "--repeat", "1", "--json", str(file)]
+    bench.main([*pair, *arguments, "--temperature", "1"])
     assert [row["identical"] for row in json.loads(file.read_text())["rows"]] == [None, None]
 
 

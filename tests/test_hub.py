@@ -1,4 +1,4 @@
-"""Downloading, through the real Hub client, from a small server on 127.0.0.1 that speaks as much of its protocol as it asks for."""
+"""Downloading, with the real Hub client, from a small server on 127.0.0.1 that speaks its protocol."""
 
 import hashlib
 import json
@@ -14,7 +14,11 @@ import pytest
 import folders
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-LOAD = "from model import Qwen2; m = Qwen2.load('org/tiny', device='cpu'); print(m([1, 2, 3], m.new_cache(3), 1).sum().item())"
+LOAD = """
+from model import Qwen2
+model = Qwen2.load("org/tiny", device="cpu")
+print(model([1, 2, 3], model.new_cache(3), 1).sum().item())
+"""
 
 
 @pytest.fixture

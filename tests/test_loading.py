@@ -111,7 +111,13 @@ def test_llama_without_biases(tmp_path):
 
 @pytest.mark.parametrize(
     "generation, config, eos",
-    [({"eos_token_id": [5, 6]}, 7, [5, 6]), ({"eos_token_id": 5}, 7, [5]), (None, 7, [7]), (None, None, []), ({}, 7, [7])],
+    [
+        ({"eos_token_id": [5, 6]}, 7, [5, 6]),
+        ({"eos_token_id": 5}, 7, [5]),
+        ({}, 7, [7]),
+        (None, 7, [7]),
+        (None, None, []),
+    ],
 )
 def test_which_ids_end_a_text(tmp_path, generation, config, eos):  # B37
     folders.write(tmp_path / "m", eos_token_id=config)
@@ -191,7 +197,8 @@ def test_a_damaged_folder_is_one_line(tmp_path, capsys, name):  # B49, B51
     good, bad = folders.write(tmp_path / "good"), folders.write(tmp_path / "bad", shards=2)
     damage, message = DAMAGE[name]
     more = damage(tmp_path / "bad")
-    said = refusal(capsys, "--device", "cpu", "--target", bad, "--draft", good, "--domain", "code", "--max-new-tokens", 4)
+    arguments = ["--device", "cpu", "--target", bad, "--draft", good, "--domain", "code", "--max-new-tokens", 4]
+    said = refusal(capsys, *arguments)
     assert message in said and (name != "truncated shard" or more in said)
 
 

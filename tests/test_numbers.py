@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from toys import Scripted, Toy, decode, qwen2
 
 from kv_cache import KVCache
 from model import Config, Layer, Linear
+from toys import Scripted, Toy, decode, qwen2
 
 
 def test_cached_rows_are_the_rows_of_one_pass():  # B56, B59

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from toys import Scripted, Toy, chain, decode, history, one_hot, oracle, qwen2, table
 
 from kv_cache import KVCache
 from speculative import DraftModel, speculative_decode
+from toys import Scripted, Toy, chain, decode, history, one_hot, oracle, qwen2, table
 
 
 def test_the_draft_is_fed_its_last_token_after_full_acceptance():  # B10
@@ -89,7 +89,10 @@ def test_exactly_max_new_tokens(count):  # B33
 @pytest.mark.parametrize("gamma", [0, 5])
 def test_the_end_of_the_context(gamma):  # B76
     prompt = [3] * 10
-    model = lambda: Toy(lambda seen: one_hot((seen[-1] + 1) % 8, 8), context=16)
+
+    def model():
+        return Toy(lambda seen: one_hot((seen[-1] + 1) % 8, 8), context=16)
+
     assert decode(model(), DraftModel(chain(), 99), prompt, 100, gamma)[0] == [4, 5, 6, 7, 0, 1]
     assert decode(chain(), DraftModel(model(), 99), prompt, 20, gamma)[0] == oracle(
         chain(), prompt, 20
@@ -101,8 +104,20 @@ def test_the_end_of_the_context(gamma):  # B76
     assert target.fed == []
 
 
-@pytest.mark.parametrize("wrong", [{"gamma": -1}, {"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1},
-                                   {"count": -1}, {"prompt": []}, {"temperature": 1.0}, {"temperature": math.nan}])  # fmt: skip
+WRONG = [
+    {"gamma": -1},
+    {"temperature": -1},
+    {"temperature": math.nan},
+    {"temperature": 1.0},  # without a generator
+    {"top_k": -1},
+    {"top_p": 0},
+    {"top_p": 1.1},
+    {"count": -1},
+    {"prompt": []},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_arguments_out_of_range_are_refused(wrong):
     with pytest.raises(ValueError):
         decode(chain(), None, **({"prompt": [3], "count": 4, "gamma": 0} | wrong))

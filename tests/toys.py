@@ -1,4 +1,4 @@
-"""The small models and drafters of the tests: built so that a mistake in the row, the cache or the rule changes the answer."""
+"""The small models and drafters of the tests, built so that a wrong row, cache or rule changes the answer."""
 
 import math
 
@@ -10,8 +10,10 @@ from speculative import speculative_decode
 
 
 class Toy:
-    """A model that is a function: logits(tokens seen so far) -> one number per id. It keeps its tokens in a real KVCache,
-    as keys, and sees what the cache shows it: stale and missing rows change what it says.
+    """A model that is a function: logits(tokens seen so far) -> one number per id.
+
+    It keeps its tokens in a real KVCache, as keys, and sees what the cache shows: stale and missing rows change what it
+    says. `fed` lists what it was given in each call.
     """
 
     def __init__(self, logits, context=10**6, vocab=None):
