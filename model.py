@@ -1,11 +1,9 @@
 """Qwen2 and Qwen2.5, any size, in one file: config, layers, forward, and loading of raw safetensors.
 
     model = Qwen2.load("Qwen/Qwen2.5-0.5B-Instruct")  # or a folder
-    cache = model.new_cache(1024)
-    logits = model([9707, 11], cache, last=1)  # [1, vocab]: what follows the second token
+    logits = model([9707, 11], model.new_cache(1024), last=1)  # [1, vocab]: what follows the second token
 
-T is the number of tokens fed; there is no batch axis, and no training. A plain Llama checkpoint differs in nothing but
-that q, k and v have no bias, so it loads too.
+T is the number of tokens fed. There is no batch axis, and no training. A plain Llama, which has no biases, loads too.
 """
 
 import json
@@ -56,13 +54,12 @@ class Config:
             if refused:
                 raise ValueError(f"{path}: {what} is not supported here; take another checkpoint")
         # Files disagree on what ends a text. For generation, generation_config.json is the one that decides.
-        generation = os.path.join(folder, "generation_config.json")
-        eos = read_json(generation).get("eos_token_id") if os.path.exists(generation) else None
-        eos = c.get("eos_token_id") if eos is None else eos
-        heads = c.get("num_attention_heads", 1)
+        generation, eos = os.path.join(folder, "generation_config.json"), c.get("eos_token_id")
+        if os.path.exists(generation):
+            eos = read_json(generation).get("eos_token_id", eos)
         implied = {
-            "num_key_value_heads": heads,
-            "head_dim": c.get("hidden_size", 0) // heads,
+            "num_key_value_heads": c.get("num_attention_heads"),
+            "head_dim": c.get("hidden_size", 0) // c.get("num_attention_heads", 1),
             "tie_word_embeddings": False,
             "attention_bias": c["model_type"] == "qwen2",
             "eos": eos if isinstance(eos, list) else [] if eos is None else [eos],
@@ -77,29 +74,29 @@ class Config:
 class Linear:
     """x [T, in] -> x W^T + b [T, out], for the few rows at a time that decoding feeds.
 
-    F.linear in float32 on a CPU leaves a single row to one thread, and for a few rows rearranges the whole weight in
-    every call. So a large weight is arranged once, by oneDNN: then 4 rows cost about what 1 costs, the time it takes to
-    stream the weight. A small one, or one that is also read by rows (an embedding), is multiplied in 8 blocks.
+    F.linear in float32 on a CPU leaves one row to one thread, and rearranges the weight in every call for a few more.
+    So a large weight is arranged once, by oneDNN: 4 rows then cost about what 1 costs, the time to stream the weight.
+    A small one, or one that is also read by rows (an embedding), is multiplied in 8 blocks.
     """
 
     def __init__(self, weight, bias=None, rows_readable=False):
-        self.out, self.bias, self.packed = len(weight), bias, False
-        self.plain = weight.dtype != torch.float32 or weight.device.type != "cpu" or self.out % 8
-        # A private operator, the one that torch.compile uses for frozen weights; without it the blocks do.
-        large = weight.numel() > 2**20 and not rows_readable and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        if large and not self.plain and torch.backends.mkldnn.is_available():
-            weight, self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 8), True
-        self.weight = weight
+        self.weight, self.bias, self.how = weight, bias, "plain"
+        if weight.dtype == torch.float32 and weight.device.type == "cpu":
+            large = weight.numel() > 2**20 and not rows_readable and torch.backends.mkldnn.is_available()
+            if large and hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # private; torch.compile freezes weights so
+                self.weight, self.how = torch.ops.mkldnn._reorder_linear_weight(weight, 8), "packed"
+            elif len(weight) % 8 == 0:
+                self.how = "blocks"
 
     def __call__(self, x):
-        if self.plain:
-            return F.linear(x, self.weight, self.bias)
-        if self.packed:
+        if self.how == "packed":
             few = F.pad(x, (0, 0, 0, 4 - len(x))) if len(x) < 4 else x  # 4 rows are no slower than 1, rather faster
             return torch.ops.mkldnn._linear_pointwise(few, self.weight, self.bias, "none", [], "")[: len(x)]
-        blocks = self.weight.view(8, self.out // 8, -1)
-        y = torch.bmm(blocks, x.t().expand(8, -1, -1)).view(self.out, len(x)).t()  # [T, out]
-        return y if self.bias is None else y + self.bias
+        if self.how == "blocks":
+            blocks = self.weight.view(8, len(self.weight) // 8, -1)  # [8, out / 8, in]
+            y = torch.bmm(blocks, x.t().expand(8, -1, -1)).view(len(self.weight), len(x)).t().contiguous()  # [T, out]
+            return y if self.bias is None else y + self.bias
+        return F.linear(x, self.weight, self.bias)
 
     def rows(self, ids):
         """Rows of the weight [T, in]: the same matrix as an embedding."""
@@ -118,6 +115,21 @@ class Layer:
     gate_up: Linear
     down: Linear
 
+    @classmethod
+    def read(cls, weights, c, index):
+        """Layer number `index` of a Checkpoint with Config c."""
+        at, hidden, inner = f"model.layers.{index}", c.hidden_size, c.intermediate_size
+        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        return cls(
+            config=c,
+            attention_norm=weights.take(f"{at}.input_layernorm.weight", hidden),
+            qkv=weights.linear(f"{at}.self_attn", hidden, c.attention_bias, q_proj=q, k_proj=kv, v_proj=kv),
+            o=weights.linear(f"{at}.self_attn", q, o_proj=hidden),
+            mlp_norm=weights.take(f"{at}.post_attention_layernorm.weight", hidden),
+            gate_up=weights.linear(f"{at}.mlp", hidden, gate_proj=inner, up_proj=inner),
+            down=weights.linear(f"{at}.mlp", inner, down_proj=hidden),
+        )
+
     def __call__(self, x, index, cache, rope, mask):
         c = self.config
         y = self.qkv(F.rms_norm(x, (c.hidden_size,), self.attention_norm, c.rms_norm_eps))
@@ -131,10 +143,8 @@ class Layer:
 
 
 def rotate(x, cos, sin):
-    """Rotary position embedding of x [heads, T, head_dim]; Su et al. 2021, arXiv 2104.09864.
-
-    Channel j turns together with channel j + head_dim / 2. Rolling by half exchanges the two; the sign is in `sin`.
-    """
+    """Rotary position embedding of x [heads, T, head_dim]: channel j turns with channel j + head_dim / 2. Rolling by
+    half exchanges the two, and the sign is in `sin`. Su et al. 2021, arXiv 2104.09864."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
@@ -144,22 +154,19 @@ class Qwen2:
     def __init__(self, config, embed, layers, norm, head):
         self.config, self.embed, self.layers, self.norm, self.head = config, embed, layers, norm, head
         self.device, self.dtype = norm.device, norm.dtype
-        pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=self.device)
-        self.frequencies = config.rope_theta ** -(pairs / config.head_dim)  # [head_dim / 2]
+        pairs = torch.arange(0, config.head_dim, 2, device=self.device) / config.head_dim
+        self.frequencies = config.rope_theta**-pairs  # [head_dim / 2]
 
     def new_cache(self, max_length):
         """An empty cache for texts of up to max_length tokens, or for as many as the model's context allows."""
         from kv_cache import KVCache  # here, so that this file can be imported alone
-
-        c = self.config
-        max_length = min(max_length, c.max_position_embeddings)
-        return KVCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, max_length, self.dtype, self.device)
+        c, length = self.config, min(max_length, self.config.max_position_embeddings)
+        return KVCache(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, length, self.dtype, self.device)
 
     def __call__(self, ids, cache, last):
-        """Add the tokens ids [T] to the cache. Returns logits [last, vocab], float32, of the last `last` rows.
+        """Add the tokens ids [T] to the cache. Returns logits [last, vocab], float32: what follows each of the last.
 
-        Row i predicts the token that follows the i-th of those last tokens. Only these rows go through the head: for
-        all rows of a long prompt, 152k logits each, it would be over a gigabyte. `last` may be 0.
+        `last` may be 0. Only these rows go through the head: all rows of a long prompt would be over a gigabyte.
         """
         ids = torch.as_tensor(ids, device=self.device)
         if ids.dim() != 1:
@@ -186,9 +193,8 @@ class Qwen2:
 
     @classmethod
     def load(cls, path, bits=None, device=None, dtype=None):
-        """Read a model from a folder or a Hub id, one tensor at a time.
+        """Read a model from a folder or a Hub id. bits: 32, the default on a CPU, or 16, which is bfloat16 or dtype.
 
-        bits: 32, or 16, which is bfloat16 unless dtype says float16. Default: 32 on a CPU, 16 elsewhere.
         Raises OSError or ValueError, in one line, for files that are missing, damaged or of another model.
         """
         folder = find(path)
@@ -197,38 +203,18 @@ class Qwen2:
         if bits not in (16, 32):
             raise ValueError(f"bits is {bits}: it must be 16 or 32")
         dtype = torch.float32 if bits == 32 else dtype or torch.bfloat16
-        c, weights = Config.read(folder), Checkpoint(folder, device, dtype)
-        tensor = weights.take
-
-        def linear(prefix, inputs, bias=False, **outputs):  # several of them, one below the other, as one matrix
-            weight = torch.cat([tensor(f"{prefix}.{name}.weight", n, inputs) for name, n in outputs.items()])
-            bias = torch.cat([tensor(f"{prefix}.{name}.bias", n) for name, n in outputs.items()]) if bias else None
-            return Linear(weight, bias)
-
-        q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        embed = Linear(tensor("model.embed_tokens.weight", c.vocab_size, c.hidden_size), rows_readable=True)
-
-        def layer(i):
-            attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
-            return Layer(
-                config=c,
-                attention_norm=tensor(f"model.layers.{i}.input_layernorm.weight", c.hidden_size),
-                qkv=linear(attention, c.hidden_size, c.attention_bias, q_proj=q, k_proj=kv, v_proj=kv),
-                o=linear(attention, q, o_proj=c.hidden_size),
-                mlp_norm=tensor(f"model.layers.{i}.post_attention_layernorm.weight", c.hidden_size),
-                gate_up=linear(mlp, c.hidden_size, gate_proj=c.intermediate_size, up_proj=c.intermediate_size),
-                down=linear(mlp, c.intermediate_size, down_proj=c.hidden_size),
-            )
-
-        layers = [layer(i) for i in tqdm(range(c.num_hidden_layers), "loading", disable=None, leave=False)]
-        norm = tensor("model.norm.weight", c.hidden_size)
+        c, weights, name = Config.read(folder), Checkpoint(folder, device, dtype), "lm_head.weight"
+        embed = Linear(weights.take("model.embed_tokens.weight", c.vocab_size, c.hidden_size), rows_readable=True)
+        progress = tqdm(range(c.num_hidden_layers), "loading", disable=None, leave=False)
+        layers = [Layer.read(weights, c, index) for index in progress]
+        norm = weights.take("model.norm.weight", c.hidden_size)
         head = embed
-        if "lm_head.weight" in weights.shapes or not c.tie_word_embeddings:
-            head = Linear(tensor("lm_head.weight", c.vocab_size, c.hidden_size), rows_readable=c.tie_word_embeddings)
+        if name in weights.shapes or not c.tie_word_embeddings:
+            head = Linear(weights.take(name, c.vocab_size, c.hidden_size), rows_readable=c.tie_word_embeddings)
         if c.tie_word_embeddings and not torch.equal(head.weight, embed.weight):
-            warnings.warn(f"{folder}: lm_head.weight is ignored, it is tied to the (different) embedding", stacklevel=2)
-        for name in weights.shapes:
-            raise ValueError(f"{folder}: the tensor {name} has no place in this model: wrong config.json?")
+            warnings.warn(f"{folder}: {name} is ignored: it is tied to the embedding, but differs", stacklevel=2)
+        if weights.shapes:
+            raise ValueError(f"{folder}: {min(weights.shapes)} has no place in this model: is config.json its own?")
         return cls(c, embed, layers, norm, embed if c.tie_word_embeddings else head)
 
 
@@ -279,11 +265,17 @@ class Checkpoint:
             with safe_open(file, "pt") as f:
                 tensor = f.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            size = f"{os.path.getsize(file) / 1e9:.1f} GB"
-            raise OSError(f"{file}: cannot map its {size} ({error}): free that much memory") from None
+            size = os.path.getsize(file) / 1e9
+            raise OSError(f"{file}: cannot map its {size:.1f} GB ({error}): free some memory") from None
         if not torch.stack(tensor.aminmax()).isfinite().all():
             raise ValueError(f"{file}: {name} contains NaN or infinity: the file is damaged")
         return tensor.to(self.device, self.dtype, copy=True)  # never a view of the file: it may change, or go
+
+    def linear(self, at, inputs, bias=False, **outputs):
+        """Several linear layers on the same input, one below the other, as a single one."""
+        weight = torch.cat([self.take(f"{at}.{name}.weight", size, inputs) for name, size in outputs.items()])
+        bias = torch.cat([self.take(f"{at}.{name}.bias", size) for name, size in outputs.items()]) if bias else None
+        return Linear(weight, bias)
 
 
 def read_header(file):

@@ -224,6 +224,20 @@ def test_real_dice():  # B28
     assert math.exp(-chi2 / 2) * (1 + chi2 / 2) > 1e-6  # the chance of so much or more, with 4 degrees of freedom
 
 
+def test_what_is_impossible_is_not_drawn(monkeypatch):
+    probs = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]])
+    for u, id in ((0.0, 1), (1 - 2**-24, 3)):  # the smallest and the largest number that torch.rand gives
+        monkeypatch.setattr(torch, "rand", lambda *_, u=u, **__: torch.tensor([[u]]))
+        assert speculative.draw(probs, torch.Generator()).tolist() == [id]
+
+
+def test_a_draft_that_is_the_target_is_kept_when_sampling(monkeypatch):  # B23: both are warped, and alike
+    model, g = Toy(lambda seen: [0.5 * (sum(seen) * i % 5) for i in range(7)]), torch.Generator().manual_seed(0)
+    options = {"temperature": 0.8, "top_k": 4, "top_p": 0.9, "generator": g}
+    _, rounds = decode(model, DraftModel(model, 200, **options), [1, 2], 150, **options)
+    assert all(round.accepted == round.drafted for round in rounds)
+
+
 def test_p_equal_to_q(monkeypatch):  # B24
     p = torch.tensor([[1.0, 0.0, 0.0]]).expand(4, 3)
     n, token = rejection(p, p[:3], torch.tensor([0, 0, 0]), torch.Generator())
@@ -234,7 +248,7 @@ def test_p_equal_to_q(monkeypatch):  # B24
     assert n == 0 and torch.equal(token, P)
 
 
-@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e6])
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40, 1e6])
 def test_extreme_temperatures(temperature):  # B26
     probs = warp(torch.tensor([[2.0, 1.0, -50.0]]), temperature, 0, 1.0)
     assert torch.isfinite(probs).all() and abs(probs.sum() - 1) < 1e-6

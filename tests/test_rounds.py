@@ -16,6 +16,48 @@ def test_the_draft_is_fed_its_last_token_after_full_acceptance():  # B10
     assert draft.fed == [[1, 2], [3], [6], [5, 3], [6], [5]]  # drafts 3 6 5, then the bonus 3: 5 was never fed
 
 
+@pytest.mark.parametrize("gamma", [1, 3, 5])
+def test_the_drafts_are_those_of_a_draft_without_a_cache(gamma):  # B10, B13, on the draft's side
+    def often_right(seen):
+        return one_hot((sum(seen) + (seen[-1] in (3, 4))) % 7, 7)
+
+    class Afresh:
+        def propose(self, tokens, gamma):
+            return oracle(Toy(often_right), tokens, gamma), None
+
+    _, rounds = decode(history(), DraftModel(Toy(often_right), 99), [1, 2], 40, gamma)
+    _, expected = decode(history(), Afresh(), [1, 2], 40, gamma)
+    assert rounds == expected and 0 < sum(round.accepted for round in rounds) < sum(round.drafted for round in rounds)
+
+
+def test_one_synchronisation_a_round(monkeypatch):
+    ways = ["tolist", "item", "cpu", "__bool__", "__int__", "__index__", "__float__"]
+    model, counts = qwen2(), dict.fromkeys(ways, 0)
+    for name in counts:
+        original = getattr(torch.Tensor, name)
+
+        def counted(self, *arguments, name=name, original=original):
+            counts[name] += 1
+            return original(self, *arguments)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    for temperature in (0.0, 1.0):
+        g = torch.Generator().manual_seed(0)
+        drafter = DraftModel(model, 99, temperature, generator=g)
+        _, rounds = decode(model, drafter, [5, 6], 30, temperature=temperature, generator=g)
+        assert counts.pop("tolist") == len(rounds) and not any(counts.values())
+        counts["tolist"] = 0
+
+
+def test_a_drafter_starts_over_with_another_text():
+    model = history()
+    drafter = DraftModel(model, 99)
+    for prompt in ([1, 2], [4, 4, 4, 1], [5]):
+        tokens, rounds = decode(history(), drafter, prompt, 9, 3)
+        assert tokens == oracle(history(), prompt, 9)
+        assert all(round.accepted == round.drafted for round in rounds)
+
+
 def test_rejected_rows_are_forgotten():  # B12, B13
     target = history()
     rounds = speculative_decode(target, Scripted([3, 4, 1], []), [1, 2], 9, 3)
@@ -62,6 +104,7 @@ def test_eos_ends_the_text_wherever_it_stands(draft, emitted):  # B31
     target = chain()
     tokens, rounds = decode(target, Scripted(draft, [7]), [3], 20, 4, eos=[6])
     assert tokens == [4, 5, 6] and rounds[0].tokens == emitted
+    assert rounds[0].accepted == sum(a == b for a, b in zip(draft, emitted, strict=False))  # none behind the end
     assert target.caches[0].length == 1 + len(tokens) - 1  # B18: all but the last token, and nothing after the end
 
 
