@@ -44,8 +44,10 @@ def warp(logits, temperature, top_k, top_p):
 
 def draw(probs, generator):
     """Draw one id from each row of probs [rows, n]. Returns [rows]. Every random choice in this file is made here."""
-    cdf = probs.cumsum(-1)
-    u = torch.rand(len(probs), 1, generator=generator, device=generator.device).to(probs.device)  # in [0, 1)
+    # In float32 the many tokens of a vocabulary's tail, 1e-9 each, would be lost in rounding. (MPS has nothing better.)
+    exact = torch.float32 if probs.device.type == "mps" else torch.float64
+    cdf = probs.cumsum(-1, dtype=exact)
+    u = torch.rand(len(probs), 1, dtype=exact, generator=generator, device=generator.device).to(probs.device)  # [0, 1)
     # Divided by its own last entry, the cdf ends in exactly 1 > u: an id of probability 0 cannot come out. The clamp is
     # for NaN, which the round reports at its end and which must not index past the vocabulary before.
     return torch.searchsorted(cdf / cdf[:, -1:], u, right=True).squeeze(-1).clamp(max=probs.shape[-1] - 1)
@@ -156,9 +158,9 @@ def speculative_decode(target, drafter, prompt, max_new_tokens, gamma=4, tempera
             n, token = greedy(logits, drafted)
         else:
             n, token = rejection(warp(logits, temperature, top_k, top_p), q, drafted, generator)
-        broken = logits.isnan().any().view(1)
-        broken, n, token, *ids = torch.cat([broken, n, token, drafted]).tolist()  # the one host sync of the round
-        if broken:
+        nan = logits.isnan().any().view(1)
+        nan, n, token, *ids = torch.cat([nan, n, token, drafted]).tolist()  # the one host synchronisation of the round
+        if nan:
             raise FloatingPointError("the target's logits contain NaN: its weights are damaged, or float16 overflowed")
         new = ids[:n] + [token]
         stop = next((i + 1 for i, id in enumerate(new) if id in eos), None)  # an EOS may be among the accepted drafts

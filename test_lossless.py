@@ -226,8 +226,8 @@ def test_real_dice():  # B28
 
 def test_what_is_impossible_is_not_drawn(monkeypatch):
     probs = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]])
-    for u, id in ((0.0, 1), (1 - 2**-24, 3)):  # the smallest and the largest number that torch.rand gives
-        monkeypatch.setattr(torch, "rand", lambda *_, u=u, **__: torch.tensor([[u]]))
+    for u, id in ((0.0, 1), (1 - 2**-53, 3)):  # the smallest and the largest number that torch.rand gives
+        monkeypatch.setattr(torch, "rand", lambda *_, u=u, **__: torch.tensor([[u]], dtype=torch.double))
         assert speculative.draw(probs, torch.Generator()).tolist() == [id]
 
 
