@@ -76,10 +76,10 @@ def speed(target, peer, prompts, repeat=15):
     ids = (prompts[0][1] * 9)[:200]
     cache, theirs = target.new_cache(300), transformers.DynamicCache()
     target(ids, cache, 0)
-    peer(torch.tensor([ids]), past_key_values=theirs)
+    peer(torch.tensor([ids]), cache=theirs)
 
     def step():
-        peer(torch.tensor([ids[:1]]), past_key_values=theirs, logits_to_keep=1)
+        peer(torch.tensor([ids[:1]]), cache=theirs, logits_to_keep=1)
         theirs.crop(-1)
 
     def rows(n):
