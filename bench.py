@@ -155,13 +155,14 @@ def showdown(pair, text, args):
     domains = list(PROMPTS) if args.domain == "all" else [args.domain]
     prompts = {domain: [text.prompt(prompt) for prompt in PROMPTS[domain]] for domain in domains}
     modes = {"plain": 0, "speculative": args.gamma}
-    c, v = costs(pair, args.gamma)
-    for gamma in modes.values():  # warm-up, with the shapes that are timed below
-        decode(pair, prompts[domains[0]][0], gamma, args, 2 * gamma + 3)
-    print(HEADER)
     rows, notes = [], []
     steps = len(modes) * args.repeat * sum(map(len, prompts.values()))
-    with tqdm(total=steps, desc="decoding", unit="text", disable=None, leave=False) as bar:
+    with tqdm(total=steps, desc="warming up", unit="text", disable=None, leave=False) as bar:
+        c, v = costs(pair, args.gamma)
+        for gamma in modes.values():  # the shapes that are timed below
+            decode(pair, prompts[domains[0]][0], gamma, args, 2 * gamma + 3)
+        bar.write(HEADER)
+        bar.set_description("decoding")
         for domain in domains:
             runs = {mode: [[] for _ in range(args.repeat)] for mode in modes}
             for repetition in range(args.repeat):
@@ -175,13 +176,10 @@ def showdown(pair, text, args):
                 row = summary(domain, mode, gamma, runs[mode], runs["plain"], c, v)
                 row["identical"] = not any(parted) if parted else None  # sampled texts differ by nature
                 rows.append(row)
-                bar.clear()
-                print(line(row, parted), flush=True)
-            for number, apart in enumerate(parted, 1):
-                if apart:
-                    notes.append(f"{domain} prompt {number} parts at token {apart[0]}: logits {apart[1]:.1e} apart")
-    print(LEGEND.format(repeat=args.repeat, rows=args.gamma + 1, v=v, c=c))
-    print("\n".join(notes), end="\n" if notes else "")
+                bar.write(line(row, parted))
+            for number, (at, gap) in ((n, apart) for n, apart in enumerate(parted, 1) if apart):
+                notes.append(f"{domain} prompt {number} parts at token {at}, where two logits are {gap:.1e} apart")
+    print("\n".join([LEGEND.format(repeat=args.repeat, rows=args.gamma + 1, v=v, c=c), *notes]))
     return rows
 
 
@@ -264,6 +262,8 @@ def run(args):
         raise ValueError(f"--target {target} needs a --draft: a smaller model with the same tokenizer")
     if args.command == "watch" and args.prompt is None:
         raise ValueError('watch needs a prompt: python bench.py watch "Why is the sky blue?" --target ...')
+    if not {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}.get(args.device, True):
+        raise ValueError(f"--device {args.device}: torch {torch.__version__} finds none here; leave it out for the CPU")
     if args.json and not os.path.isdir(os.path.dirname(os.path.abspath(args.json))):
         raise ValueError(f"--json {args.json}: its folder does not exist")
     folders = find(target), find(draft)
@@ -272,8 +272,7 @@ def run(args):
     pair = [Qwen2.load(folder, args.bits, None if args.device == "auto" else args.device) for folder in folders]
     about, dtype = machine(pair[0].device), str(pair[0].dtype).removeprefix("torch.")
     how = f"temperature {args.temperature:g}" if args.temperature else "greedy"
-    print(f"target {target}\ndraft  {draft}")
-    print(f"{dtype}, {how}, gamma {args.gamma}, up to {args.max_new_tokens} tokens a text")
+    print(f"target {target}\ndraft  {draft}\n{dtype}, {how}, gamma {args.gamma}, up to {args.max_new_tokens} tokens")
     print(f"{about['name']} ({about['device']}, {about['threads']} threads), torch {about['torch']}\n")
     if args.command == "watch":
         return watch(pair, texts[0], args)
@@ -289,8 +288,8 @@ def main(argv=None):
     args = parse(argv)
     try:
         run(args)
-    except (ValueError, OSError, NotImplementedError, FloatingPointError) as error:
-        print(f"bench.py: {error}", file=sys.stderr)
+    except (ValueError, OSError, NotImplementedError, FloatingPointError, torch.OutOfMemoryError) as error:
+        print(f"bench.py: {str(error).splitlines()[0]}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -213,6 +213,7 @@ def test_a_damaged_folder_is_one_line(tmp_path, capsys, name):  # B49, B51
         (["--top-p", "0"], "--top-p: 0 is out of range"),
         (["--temperature", "warm"], "--temperature: invalid float"),
         (["--domain", "sports"], "--domain: invalid choice: 'sports'"),
+        (["--target", "GOOD", "--draft", "GOOD", "--device", "mps"], "--device mps"),
         (["--bits", "3"], "--bits: invalid choice: 3"),
         (["watch", "", "--target", "GOOD", "--draft", "GOOD"], "the prompt is empty"),
         (["watch", "--target", "GOOD", "--draft", "GOOD"], "watch needs a prompt"),
