@@ -69,7 +69,7 @@ def test_the_target_as_its_own_draft_is_always_right(gamma):  # B10, B11
     for model, prompt in ((qwen2(), [1, 2, 3]), (history(), [1, 2])):
         tokens, rounds = decode(model, DraftModel(model, 200), prompt, 64, gamma)
         assert tokens == oracle(model, prompt, 64)
-        assert all(round.accepted == round.drafted for round in rounds)
+        assert all(round.accepted == round.drafted for round in rounds) and rounds[0].drafted == gamma
 
 
 def test_ties_go_to_the_lowest_id_everywhere():  # B60
@@ -115,8 +115,9 @@ def outcomes(run, monkeypatch):
     results, paths = [], [[]]
     while paths:
         dice = Dice(paths.pop())
-        monkeypatch.setattr(speculative, "draw", dice)
-        result = run()
+        with monkeypatch.context() as patch:
+            patch.setattr(speculative, "draw", dice)
+            result = run()
         results.append((dice.probability, result))
         paths += dice.others
     assert abs(sum(probability for probability, _ in results) - 1) < 1e-6
@@ -235,7 +236,16 @@ def test_a_draft_that_is_the_target_is_kept_when_sampling(monkeypatch):  # B23: 
     model, g = Toy(lambda seen: [0.5 * (sum(seen) * i % 5) for i in range(7)]), torch.Generator().manual_seed(0)
     options = {"temperature": 0.8, "top_k": 4, "top_p": 0.9, "generator": g}
     _, rounds = decode(model, DraftModel(model, 200, **options), [1, 2], 150, **options)
-    assert all(round.accepted == round.drafted for round in rounds)
+    assert all(round.accepted == round.drafted for round in rounds) and rounds[0].drafted == 4
+
+
+def test_a_draft_of_nan_is_not_believed(monkeypatch):
+    p, q = P.repeat(3, 1), torch.full((2, 3), math.nan)
+    torch.testing.assert_close(emission(p, q, torch.tensor([2, 2]), monkeypatch), P[0].double(), atol=1e-6, rtol=0)
+    target, g = table([[0.5, 0.3, 0.2, 0.0]]), torch.Generator().manual_seed(0)
+    drafter = DraftModel(Toy(lambda seen: [math.nan] * 4), 99, 1.0, generator=g)
+    tokens, rounds = decode(target, drafter, [0], 60, temperature=1.0, generator=g)
+    assert set(tokens) == {0, 1, 2} and not any(round.accepted for round in rounds)
 
 
 def test_p_equal_to_q(monkeypatch):  # B24
@@ -248,7 +258,7 @@ def test_p_equal_to_q(monkeypatch):  # B24
     assert n == 0 and torch.equal(token, P)
 
 
-@pytest.mark.parametrize("temperature", [1e-6, 1e-40, 1e6])
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e6])
 def test_extreme_temperatures(temperature):  # B26
     probs = warp(torch.tensor([[2.0, 1.0, -50.0]]), temperature, 0, 1.0)
     assert torch.isfinite(probs).all() and abs(probs.sum() - 1) < 1e-6
@@ -290,11 +300,3 @@ def test_a_narrower_draft(monkeypatch):  # B38
     wide = Toy(lambda seen: one_hot(9, 12))
     tokens, rounds = decode(wide, DraftModel(draft, 99, vocab=8), [0], 6, 2)
     assert tokens == [9] * 6 and [round.drafted for round in rounds] == [2, 0, 0, 0, 0, 0]
-
-
-def test_a_wider_draft():  # B38, the other way round
-    target, draft = Toy(lambda seen: one_hot(3, 8), vocab=8), Toy(lambda seen: one_hot(11, 12))
-    g = torch.Generator().manual_seed(0)
-    for temperature in (0.0, 1.0):
-        drafter = DraftModel(draft, 99, temperature, generator=g, vocab=8)
-        assert max(decode(target, drafter, [0], 30, temperature=temperature, generator=g)[0]) < 8

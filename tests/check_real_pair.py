@@ -41,7 +41,7 @@ def greedy(target, draft, peer, prompts):
     """Speculative against plain against transformers, token for token; a difference must be a near tie."""
     names = ["transformers", *(f"gamma {gamma}" for gamma in GAMMAS)]
     print(f"  {'prompt':<12}{'tokens':>8}" + "".join(f"{name:>14}" for name in names) + "   acceptance")
-    fine, counts, notes = True, {"same": 0, "near tie": 0}, []
+    fine, every, notes = True, [], []
     for name, ids in prompts:
         plain = decode((target, draft), ids, 0, GREEDY, NEW_TOKENS)
         # The published generation config asks for a repetition penalty, which plain greedy decoding does not have.
@@ -52,12 +52,14 @@ def greedy(target, draft, peer, prompts):
             apart = first_difference(target, ids, plain.ids, other)
             if apart:
                 notes.append(f"  {name}: parts at token {apart[0]}, where two logits are {apart[1]:.1e} apart")
-                fine &= apart[1] <= TOLERANCE
-            cells.append("near tie" if apart else "same")
-            counts[cells[-1]] += 1
+            near = not apart or apart[1] <= TOLERANCE  # texts of different lengths: nan, which is not near
+            cells.append("same" if not apart else "near tie" if near else "DIFFERS")
+            fine &= near
+        every += cells
         rates = " ".join(f"{run.accepted / max(run.drafted, 1):.2f}" for run in runs)
         print(f"  {name:<12}{len(plain.ids):>8}" + "".join(f"{cell:>14}" for cell in cells) + f"   {rates}", flush=True)
-    print("\n".join(notes + [f"  {counts['same']} comparisons the same, {counts['near tie']} part at a near tie"]))
+    notes += [f"  {every.count(kind)} of {len(every)} {kind}" for kind in ("same", "near tie", "DIFFERS")]
+    print("\n".join(notes))
     return fine
 
 

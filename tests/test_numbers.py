@@ -10,6 +10,14 @@ from model import Config, Layer, Linear
 from toys import Scripted, Toy, decode, qwen2
 
 
+def test_a_wider_draft():  # B38, the other way round
+    target, draft = Toy(lambda seen: one_hot(3, 8), vocab=8), Toy(lambda seen: one_hot(11, 12))
+    g = torch.Generator().manual_seed(0)
+    for temperature in (0.0, 1.0):
+        drafter = DraftModel(draft, 99, temperature, generator=g, vocab=8)
+        assert max(decode(target, drafter, [0], 30, temperature=temperature, generator=g)[0]) < 8
+
+
 def test_cached_rows_are_the_rows_of_one_pass():  # B56, B59
     model, ids = qwen2(), torch.arange(7)
     whole = model(ids, model.new_cache(9), 7)
@@ -45,6 +53,7 @@ def test_float16_attention_does_not_overflow():  # B58: 128 channels of 40 x 40 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nan_is_never_a_token(temperature):  # B58
-    broken = Toy(lambda seen: [math.nan] * 8)
-    with pytest.raises(FloatingPointError, match="NaN"):
-        decode(broken, Scripted([1, 2]), [3], 4, 2, temperature=temperature, generator=torch.Generator())
+    for broken in ([math.nan] * 8, [math.inf] + [0.0] * 7, [0.0] * 7 + [math.nan]):
+        with pytest.raises(FloatingPointError, match="NaN"):
+            target = Toy(lambda seen, broken=broken: broken)
+            decode(target, Scripted([1, 2]), [3], 4, 2, temperature=temperature, generator=torch.Generator())

@@ -73,10 +73,14 @@ def test_rows_fed_do_not_depend_on_the_length_of_the_text():  # B16
 
 
 def test_a_cache_that_cannot_roll_back_is_an_error():  # B13
+    class Stuck(KVCache):
+        rollback = property()  # reading it raises AttributeError, as where there is none
+
     target = chain()
-    target.new_cache = lambda max_length: type("Stuck", (), {"length": 0, "max_length": 9, "append": KVCache.append})()
-    with pytest.raises(AttributeError):
+    target.new_cache = lambda max_length: Stuck(1, 1, 1, max_length)
+    with pytest.raises(AttributeError, match="rollback"):
         decode(target, Scripted([0]), [3], 4)
+    assert target.fed == [[3, 0]]
 
 
 def test_rollback_moves_nothing_but_the_length():  # B15
@@ -151,6 +155,7 @@ WRONG = [
     {"gamma": -1},
     {"temperature": -1},
     {"temperature": math.nan},
+    {"temperature": 1e-40},
     {"temperature": 1.0},  # without a generator
     {"top_k": -1},
     {"top_p": 0},
@@ -164,6 +169,20 @@ WRONG = [
 def test_arguments_out_of_range_are_refused(wrong):
     with pytest.raises(ValueError):
         decode(chain(), None, **({"prompt": [3], "count": 4, "gamma": 0} | wrong))
+
+
+def test_drafting_without_dice_is_refused():
+    with pytest.raises(ValueError, match="Generator"):
+        DraftModel(chain(), 99, 1.0).propose([3], 2)
+
+
+def test_more_drafts_than_asked_for_are_refused():
+    class Eager:
+        def propose(self, tokens, gamma):
+            return [0] * (gamma + 1), None
+
+    with pytest.raises(AssertionError, match="asked for 2 tokens and gave 3"):
+        decode(chain(), Eager(), [3], 9, 2)
 
 
 @pytest.mark.parametrize("unknown", ["repetition_penalty", "stop"])
