@@ -8,6 +8,7 @@ T is the number of tokens fed. There is no batch axis, and no training. A plain 
 
 import json
 import os
+import re
 import warnings
 from dataclasses import dataclass, fields
 
@@ -21,7 +22,6 @@ from safetensors import SafetensorError, safe_open
 @dataclass
 class Config:
     """The entries of config.json that matter here, under their own names."""
-
     num_hidden_layers: int
     hidden_size: int
     intermediate_size: int
@@ -40,50 +40,48 @@ class Config:
     def read(cls, folder):
         """From the json files of a model folder. Raises ValueError naming whatever this file cannot run."""
         path = os.path.join(folder, "config.json")
-        c = read_json(path)
-        rope = c.get("rope_parameters") or {}  # transformers 5 puts rope_theta and the scaling in here
-        scaling = c.get("rope_scaling") or rope
-        scaling = scaling.get("type") or scaling.get("rope_type")
+        c = {name: value for name, value in read_json(path).items() if value is not None}
+        rope = c.get("rope_parameters", {})  # transformers 5 puts rope_theta and the scaling in here
+        scaling = c.get("rope_scaling", rope)
+        kind = scaling.get("type", scaling.get("rope_type", "default")) if isinstance(scaling, dict) else scaling
         for refused, what in [
             (c.get("model_type") not in ("qwen2", "llama"), f"model_type {c.get('model_type')!r} (not qwen2 or llama)"),
             (c.get("use_sliding_window"), "use_sliding_window: true"),
-            (scaling not in (None, "default"), f"rope scaling {scaling!r}"),
+            (kind != "default", f"rope scaling {kind!r}"),
             (c.get("hidden_act", "silu") != "silu", f"hidden_act {c.get('hidden_act')!r}"),
             ("quantization_config" in c, "quantization_config, weights quantized by another program,"),
         ]:
             if refused:
                 raise ValueError(f"{path}: {what} is not supported here; take another checkpoint")
+        hidden, heads = c.get("hidden_size"), c.get("num_attention_heads")
+        head_dim = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
+        implied = {"num_key_value_heads": heads, "head_dim": head_dim, "tie_word_embeddings": False}
+        implied["attention_bias"] = c["model_type"] == "qwen2"
         # Files disagree on what ends a text. For generation, generation_config.json is the one that decides.
-        generation, eos = os.path.join(folder, "generation_config.json"), c.get("eos_token_id")
-        if os.path.exists(generation):
-            eos = read_json(generation).get("eos_token_id", eos)
-        implied = {
-            "num_key_value_heads": c.get("num_attention_heads"),
-            "head_dim": c.get("hidden_size", 0) // c.get("num_attention_heads", 1),
-            "tie_word_embeddings": False,
-            "attention_bias": c["model_type"] == "qwen2",
-            "eos": eos if isinstance(eos, list) else [] if eos is None else [eos],
-        }
-        c = implied | rope | {name: value for name, value in c.items() if value is not None}
+        generation, eos = os.path.join(folder, "generation_config.json"), c.get("eos_token_id", [])
+        if os.path.exists(generation) and read_json(generation).get("eos_token_id") is not None:
+            eos = read_json(generation)["eos_token_id"]
+        c = implied | rope | c | {"eos": eos if isinstance(eos, list) else [eos]}
         for field in fields(cls):
-            if field.name not in c:
-                raise ValueError(f"{path} lacks {field.name}: is it the config of a Qwen2 model?")
+            value, kinds = c.get(field.name), (int, float) if field.type is float else field.type
+            if not isinstance(value, kinds) or (field.type in (int, float) and value <= 0):
+                raise ValueError(f"{path}: {field.name} is {value!r}, which no Qwen2 model has")
         return cls(**{field.name: c[field.name] for field in fields(cls)})
 
 
 class Linear:
     """x [T, in] -> x W^T + b [T, out], for the few rows at a time that decoding feeds.
 
-    F.linear in float32 on a CPU leaves one row to one thread, and rearranges the weight in every call for a few more.
-    So a large weight is arranged once, by oneDNN: 4 rows then cost about what 1 costs, the time to stream the weight.
-    A small one, or one that is also read by rows (an embedding), is multiplied in 8 blocks.
+    In float32 on a CPU, F.linear takes a single row on one thread, and for two or more copies the weight in every call.
+    So a large weight is laid out once, by oneDNN: 4 rows then cost about what 1 costs, the time to stream the weight. A
+    small one, or one that is also `read_by_rows` (an embedding), is multiplied in 8 blocks, which threads can share.
     """
 
-    def __init__(self, weight, bias=None, rows_readable=False):
+    def __init__(self, weight, bias=None, read_by_rows=False):
         self.weight, self.bias, self.how = weight, bias, "plain"
         if weight.dtype == torch.float32 and weight.device.type == "cpu":
-            large = weight.numel() > 2**20 and not rows_readable and torch.backends.mkldnn.is_available()
-            if large and hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # private; torch.compile freezes weights so
+            large = weight.numel() > 2**20 and not read_by_rows and torch.backends.mkldnn.is_available()
+            if large and hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # private, but what torch.compile relies on
                 self.weight, self.how = torch.ops.mkldnn._reorder_linear_weight(weight, 8), "packed"
             elif len(weight) % 8 == 0:
                 self.how = "blocks"
@@ -98,15 +96,10 @@ class Linear:
             return y if self.bias is None else y + self.bias
         return F.linear(x, self.weight, self.bias)
 
-    def rows(self, ids):
-        """Rows of the weight [T, in]: the same matrix as an embedding."""
-        return self.weight[ids]
-
 
 @dataclass
 class Layer:
     """Attention, then the MLP. q, k, v are one matmul, and so are gate and up: fewer operators, same numbers."""
-
     config: Config
     attention_norm: torch.Tensor
     qkv: Linear
@@ -172,7 +165,7 @@ class Qwen2:
         if ids.dim() != 1:
             raise NotImplementedError(f"batch size is one here: ids must be [T], not {list(ids.shape)}")
         assert 0 <= last <= len(ids), f"last is {last}, of {len(ids)} tokens"
-        chunks = ids.split(512)  # a long prompt goes through in pieces: it bounds the mask and the MLP's memory
+        chunks = ids.split(512)  # of a long prompt, so that the mask and the MLP stay small
         x = torch.cat([self.hidden_states(chunk, cache) for chunk in chunks])[len(ids) - last :]
         return self.head(F.rms_norm(x, (self.config.hidden_size,), self.norm, self.config.rms_norm_eps)).float()
 
@@ -185,7 +178,7 @@ class Qwen2:
         # Row i may see all that is cached and itself, keys 0 .. start + i. SDPA's own is_causal would line the triangle
         # up with key 0 and hide nearly everything from a verify pass. A single row sees all keys and needs no mask.
         mask = torch.ones(len(ids), end, dtype=torch.bool, device=self.device).tril(start) if len(ids) > 1 else None
-        x = self.embed.rows(ids)
+        x = self.embed.weight[ids]
         for index, layer in enumerate(self.layers):
             x = layer(x, index, cache, rope, mask)
         cache.advance(len(ids))
@@ -193,61 +186,69 @@ class Qwen2:
 
     @classmethod
     def load(cls, path, bits=None, device=None, dtype=None):
-        """Read a model from a folder or a Hub id. bits: 32, the default on a CPU, or 16, which is bfloat16 or dtype.
+        """Read a model from a folder or a Hub id, one tensor at a time, in float32 on a CPU, else in bfloat16.
 
-        Raises OSError or ValueError, in one line, for files that are missing, damaged or of another model.
+        bits: 32 or 16, to have it otherwise; or a dtype. Raises OSError or ValueError, in one line, for files that are
+        missing, damaged or of another model.
         """
         folder = find(path)
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        bits = bits or (32 if device.type == "cpu" else 16)
-        if bits not in (16, 32):
+        if bits not in (None, 16, 32):
             raise ValueError(f"bits is {bits}: it must be 16 or 32")
-        dtype = torch.float32 if bits == 32 else dtype or torch.bfloat16
-        c, weights, name = Config.read(folder), Checkpoint(folder, device, dtype), "lm_head.weight"
-        embed = Linear(weights.take("model.embed_tokens.weight", c.vocab_size, c.hidden_size), rows_readable=True)
-        progress = tqdm(range(c.num_hidden_layers), "loading", disable=None, leave=False)
-        layers = [Layer.read(weights, c, index) for index in progress]
+        dtype = dtype or (torch.float32 if bits == 32 or (bits is None and device.type == "cpu") else torch.bfloat16)
+        c, weights = Config.read(folder), Checkpoint(folder, device, dtype)
+        embedding = weights.take("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+        embed = head = Linear(embedding, read_by_rows=True)
+        layers = [Layer.read(weights, c, i) for i in tqdm(range(c.num_hidden_layers), "loading", disable=None)]
         norm = weights.take("model.norm.weight", c.hidden_size)
-        head = embed
-        if name in weights.shapes or not c.tie_word_embeddings:
-            head = Linear(weights.take(name, c.vocab_size, c.hidden_size), rows_readable=c.tie_word_embeddings)
-        if c.tie_word_embeddings and not torch.equal(head.weight, embed.weight):
-            warnings.warn(f"{folder}: {name} is ignored: it is tied to the embedding, but differs", stacklevel=2)
+        if "lm_head.weight" in weights.shapes or not c.tie_word_embeddings:  # some have one though they are tied
+            matrix = weights.take("lm_head.weight", c.vocab_size, c.hidden_size)
+            if not c.tie_word_embeddings:
+                head = Linear(matrix)
+            elif not torch.equal(matrix, embedding):
+                warnings.warn(f"{folder}: lm_head.weight, tied to the embedding but unlike it, is ignored", stacklevel=2)
         if weights.shapes:
             raise ValueError(f"{folder}: {min(weights.shapes)} has no place in this model: is config.json its own?")
-        return cls(c, embed, layers, norm, embed if c.tie_word_embeddings else head)
+        return cls(c, embed, layers, norm, head)
 
 
 def find(path):
-    """The folder of a model: `path` itself, or where the Hub client has put, or now puts, the repository of that id."""
+    """The folder of a model: `path` itself, or the Hub client's copy of the repository, downloaded if need be."""
     if os.path.isdir(path):
         return os.path.normpath(path)
-    if path.count("/") != 1 or path[0] in "./~":
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) or os.path.exists(path.split("/")[0]):
         raise FileNotFoundError(f"{path}: no such folder (a Hub id would look like Qwen/Qwen2.5-0.5B-Instruct)")
     try:
         return snapshot_download(path, allow_patterns=["*.json", "*.safetensors"])
     except Exception as error:  # many kinds, of the client and of what it is built on; the network is not ours to fix
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else str(error).strip().splitlines()[0]
-        raise OSError(f"{path}: not in {constants.HF_HUB_CACHE}, nor can it be fetched: {why}; pass a folder") from None
+        why = "HF_HUB_OFFLINE is set. " * constants.HF_HUB_OFFLINE + (" ".join(str(error).split()) or repr(error))
+        raise OSError(f"{path}: not whole in {constants.HF_HUB_CACHE}, nor to be had: {why[:300]}") from None
 
 
 def read_json(path):
+    """A json file that holds an object. Raises in one line if there is none."""
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path} is missing: this is not a model folder, or its download is incomplete")
     try:
         with open(path, encoding="utf-8") as f:
-            return json.load(f)
+            content = json.load(f)
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): download it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__} and no object: download it again")
+    return content
 
 
 class Checkpoint:
     """The tensors of a folder, each to be taken exactly once. All files are checked before any tensor is read."""
 
     def __init__(self, folder, device, dtype):
-        files = ["model.safetensors"]
+        files, index = ["model.safetensors"], os.path.join(folder, "model.safetensors.index.json")
         if not os.path.exists(os.path.join(folder, files[0])):
-            files = sorted(set(read_json(os.path.join(folder, files[0] + ".index.json"))["weight_map"].values()))
+            try:
+                files = sorted({os.path.basename(file) for file in read_json(index)["weight_map"].values()})
+            except (KeyError, TypeError, AttributeError):
+                raise ValueError(f"{index} has no weight_map: download it again") from None
         self.folder, self.device, self.dtype, self.shapes, self.file = folder, device, dtype, {}, {}
         for file in [os.path.join(folder, name) for name in files]:
             for name, shape in read_header(file).items():
@@ -265,10 +266,11 @@ class Checkpoint:
             with safe_open(file, "pt") as f:
                 tensor = f.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            size = os.path.getsize(file) / 1e9
-            raise OSError(f"{file}: cannot map its {size:.1f} GB ({error}): free some memory") from None
-        if not torch.stack(tensor.aminmax()).isfinite().all():
-            raise ValueError(f"{file}: {name} contains NaN or infinity: the file is damaged")
+            gb = os.path.getsize(file) / 1e9
+            raise OSError(f"{file}: cannot map its {gb:.1f} GB ({error}): free some memory") from None
+        usual = tensor.is_floating_point() and tensor.element_size() > 1
+        if not usual or not torch.stack(tensor.aminmax()).isfinite().all():
+            raise ValueError(f"{file}: {name} contains NaN or infinity, or is no 16- or 32-bit float: {tensor.dtype}")
         return tensor.to(self.device, self.dtype, copy=True)  # never a view of the file: it may change, or go
 
     def linear(self, at, inputs, bias=False, **outputs):
@@ -290,11 +292,11 @@ def read_header(file):
     if start == b"version ":
         raise ValueError(f"{file} is a git-lfs pointer, not the file: run `git lfs pull`, or download it again")
     try:
-        header = json.loads(header)
-    except ValueError:
+        entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        expected = 8 + length + max([entry["data_offsets"][1] for entry in entries.values()], default=0)
+        shapes = {name: entry["shape"] for name, entry in entries.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
         raise ValueError(f"{file} has {size} bytes and is no safetensors file: download it again") from None
-    header.pop("__metadata__", None)
-    expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if size != expected:
         raise ValueError(f"{file} has {size} bytes and should have {expected}: download it again")
-    return {name: entry["shape"] for name, entry in header.items()}
+    return shapes

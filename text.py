@@ -20,12 +20,12 @@ class Text:
 
     def __init__(self, folder, eos):
         path = os.path.join(folder, "tokenizer.json")
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"{path} is missing: the download is incomplete")
+        with open(path, "rb") as f:
+            content = f.read()
         try:
-            with open(path, encoding="utf-8") as f:
-                content = f.read()
-            self.tokenizer = Tokenizer.from_str(content)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{path} is missing: the download is incomplete") from None
+            self.tokenizer = Tokenizer.from_buffer(content)
         except Exception as error:  # the tokenizers library raises plain Exception
             raise ValueError(f"{path} is no tokenizer ({error}): download it again") from None
         # What a user types must never become a control token, be it "<|im_end|>" or "<tool_call>". So user text goes
@@ -38,10 +38,11 @@ class Text:
     def prompt(self, text):
         """Ids to start from: for an instruct model the chat form of a user's message, for a base model the raw text.
 
-        Raises ValueError if there is nothing in it.
+        Raises ValueError if there is nothing in it, or nothing that is text.
         """
         if not text:
             raise ValueError("the prompt is empty: write something")
+        text.encode()  # a UnicodeEncodeError, which is a ValueError, says where half a surrogate pair stands
         if not self.is_chat:
             return self.plain.encode(text).ids
         ids = []
@@ -80,9 +81,9 @@ class Stream:
 
 
 def check_same_ids(target, draft):
-    """Raise ValueError, naming the first id that differs, unless two Texts give all the ids they share one meaning.
+    """Raise ValueError, naming the first id that differs, unless two Texts give each id that both have one meaning.
 
-    Ids that only one of them has are padding to the other: the longer vocabulary's tail, which is never drafted.
+    An id that only one of them has does no harm: the target judges whatever is drafted, and emits what it likes.
     """
     a, b = ({id: token for token, id in text.tokenizer.get_vocab().items()} for text in (target, draft))
     for id in sorted(a.keys() & b.keys()):

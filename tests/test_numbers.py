@@ -7,7 +7,8 @@ import torch
 
 from kv_cache import KVCache
 from model import Config, Layer, Linear
-from toys import Scripted, Toy, decode, qwen2
+from speculative import DraftModel
+from toys import Scripted, Toy, decode, one_hot, qwen2
 
 
 def test_a_wider_draft():  # B38, the other way round

@@ -66,7 +66,7 @@ def qwen2(seed=0, dtype=torch.float32):
         return Layer(c, weight(64).exp(), qkv, Linear(weight(64, 64)), weight(64).exp(), Linear(weight(192, 64)),
                      Linear(weight(64, 96)))  # fmt: skip
 
-    embed = Linear(weight(128, 64) * 3, rows_readable=True)
+    embed = Linear(weight(128, 64) * 3, read_by_rows=True)
     return Qwen2(c, embed, [layer(), layer()], weight(64).exp(), embed)
 
 
