@@ -13,7 +13,7 @@ import platform
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from collections import namedtuple
 
 import torch
 from huggingface_hub.utils import tqdm
@@ -30,28 +30,20 @@ with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "prompts.json
     PROMPTS = json.load(f)  # domain -> prompts
 
 
-@dataclass
-class Run:
-    """One prompt, decoded once. The first round, which reads the prompt, is in `ids` but in none of the numbers."""
-
-    ids: list
-    seconds: float
-    tokens: int
-    rounds: int
-    drafted: int
-    accepted: int
+# One prompt, decoded once. The first round, which reads the prompt, is in `ids` but in none of the numbers.
+Run = namedtuple("Run", "ids seconds tokens rounds drafted accepted")
 
 
 def now(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize()  # Python runs ahead of the kernels
+    if device.type != "cpu":  # where Python runs ahead of the kernels
+        torch.accelerator.synchronize()
     return time.perf_counter()
 
 
 def decode(pair, ids, gamma, args, limit, show=lambda round: None):
     """Decode one prompt, with caches and a generator of its own. pair: target, draft. show: called with each Round."""
     target, draft = pair
-    generator = torch.Generator().manual_seed(args.seed)
+    generator = torch.Generator(target.device).manual_seed(args.seed)
     sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "generator": generator}
     vocab = min(target.config.vocab_size, draft.config.vocab_size)
     drafter = DraftModel(draft, len(ids) + limit, vocab=vocab, **sampling)
@@ -60,6 +52,8 @@ def decode(pair, ids, gamma, args, limit, show=lambda round: None):
         clock.append(now(target.device))
         rounds.append(round)
         show(round)
+    if not rounds:
+        raise ValueError(f"the prompt fills the context of {len(ids)} tokens: shorten it")
     return Run(
         ids=[id for round in rounds for id in round.tokens],
         seconds=clock[-1] - clock[0],
@@ -72,8 +66,7 @@ def decode(pair, ids, gamma, args, limit, show=lambda round: None):
 
 def total(runs):
     """Several runs as one: all tokens by all seconds, so that a long text weighs more than a short one."""
-    names = ("seconds", "tokens", "rounds", "drafted", "accepted")
-    return Run([], *(sum(getattr(run, name) for run in runs) for name in names))
+    return Run([], *(sum(getattr(run, name) for run in runs) for name in Run._fields[1:]))
 
 
 def speed(run):
@@ -84,7 +77,7 @@ def speed(run):
 def costs(pair, gamma, repeat=7):
     """Cost ratio c = draft step / target step, verify cost v = target over gamma + 1 rows / over 1, as medians."""
     target, draft = pair
-    context = min(128, target.config.max_position_embeddings // 2)
+    context = max(1, min(128, *(model.config.max_position_embeddings - gamma - 1 for model in pair)))
     jobs = {"step": (target, 1), "verify": (target, gamma + 1), "draft": (draft, 1)}
     caches, seconds = {}, {job: [] for job in jobs}
     for job, (model, _) in jobs.items():
@@ -174,7 +167,7 @@ def showdown(pair, text, args):
             parted = [first_difference(pair[0], ids, a.ids, b.ids) for ids, a, b in both if args.temperature == 0]
             for mode, gamma in modes.items():
                 row = summary(domain, mode, gamma, runs[mode], runs["plain"], c, v)
-                row["identical"] = not any(parted) if parted else None  # sampled texts differ by nature
+                row["identical"] = None if args.temperature else mode == "plain" or not any(parted)
                 rows.append(row)
                 bar.write(line(row, parted))
             for number, (at, gap) in ((n, apart) for n, apart in enumerate(parted, 1) if apart):
@@ -205,7 +198,8 @@ def watch(pair, text, args):
     print(stream.finish())
     plain = decode(pair, ids, 0, args, min(args.max_new_tokens, 17))
     per_round = run.tokens / max(run.rounds, 1)
-    print(f"\n{len(run.ids)} tokens, {speed(run):.2f} a second; plain decoding ({plain.tokens}): {speed(plain):.2f}")
+    print(f"\n{len(run.ids)} tokens. After the first round, which reads the prompt, {speed(run):.2f} a second;")
+    print(f"plain decoding, over {plain.tokens}: {speed(plain):.2f}")
     print(f"gamma {args.gamma}: {run.drafted} drafted, {run.accepted} kept, {per_round:.2f} tokens a round")
 
 
@@ -235,7 +229,7 @@ def parse(argv):
     parser.add_argument("--temperature", type=number(float, 0, inf), default=0.0, help="0, the default, is greedy")
     parser.add_argument("--top-k", type=number(int, 0, many), default=0, help="0, the default, is no limit")
     parser.add_argument("--top-p", type=number(float, 1e-9, 1), default=1.0, help="1, the default, is no limit")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0)
     parser.add_argument("--domain", default="all", choices=[*PROMPTS, "all"])
     parser.add_argument("--max-new-tokens", type=number(int, 2, many), default=64, help="of each text. Default: 64")
     parser.add_argument("--repeat", type=number(int, 1, 99), default=3, help="times to measure. Default: 3")
@@ -254,18 +248,22 @@ def machine(device):
     return {"device": str(device), "name": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
-def run(args):
+def start(args):
+    """Refuse what can be refused before any weight is read, load the pair, and do what was asked for."""
     if not args.target:
         raise ValueError("no pair: pass --target DIR --draft DIR, or --target coder to download one (4.1 GB)")
-    target, draft = PAIRS.get(args.target, (args.target, args.draft))
+    target, draft = PAIRS.get(args.target, (args.target, None))
+    draft = args.draft or draft
     if not draft:
         raise ValueError(f"--target {target} needs a --draft: a smaller model with the same tokenizer")
-    if args.command == "watch" and args.prompt is None:
-        raise ValueError('watch needs a prompt: python bench.py watch "Why is the sky blue?" --target ...')
+    if (args.command == "watch") != (args.prompt is not None):
+        raise ValueError('watch takes a prompt and the showdown none: python bench.py watch "Why is the sky blue?" ...')
+    if args.max_new_tokens < args.gamma + 2:
+        raise ValueError(f"--max-new-tokens must be --gamma + 2 or more, here {args.gamma + 2}: round 1 is not timed")
     if not {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}.get(args.device, True):
         raise ValueError(f"--device {args.device}: torch {torch.__version__} finds none here; leave it out for the CPU")
-    if args.json and not os.path.isdir(os.path.dirname(os.path.abspath(args.json))):
-        raise ValueError(f"--json {args.json}: its folder does not exist")
+    if args.json and (os.path.isdir(args.json) or not os.access(os.path.dirname(os.path.abspath(args.json)), os.W_OK)):
+        raise ValueError(f"--json {args.json}: not a file that can be written")
     folders = find(target), find(draft)
     texts = [Text(folder, Config.read(folder).eos) for folder in folders]
     check_same_ids(*texts)
@@ -286,10 +284,13 @@ def run(args):
 
 def main(argv=None):
     args = parse(argv)
+    sys.stdout.reconfigure(errors="replace")  # a Windows console may lack a character of the text
     try:
-        run(args)
-    except (ValueError, OSError, NotImplementedError, FloatingPointError, torch.OutOfMemoryError) as error:
-        print(f"bench.py: {str(error).splitlines()[0]}", file=sys.stderr)
+        start(args)
+    except (ValueError, OSError, FloatingPointError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):
+            raise  # a fault of this program; out of memory is none, but torch has no exception for it on a CPU
+        print(f"bench.py: {' '.join(str(error).split())[:400]}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

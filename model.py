@@ -42,8 +42,8 @@ class Config:
         path = os.path.join(folder, "config.json")
         c = {name: value for name, value in read_json(path).items() if value is not None}
         rope = c.get("rope_parameters", {})  # transformers 5 puts rope_theta and the scaling in here
-        scaling = c.get("rope_scaling", rope)
-        kind = scaling.get("type", scaling.get("rope_type", "default")) if isinstance(scaling, dict) else scaling
+        kind = c.get("rope_scaling", rope)
+        kind = kind.get("type", kind.get("rope_type", "default")) if isinstance(kind, dict) else kind
         for refused, what in [
             (c.get("model_type") not in ("qwen2", "llama"), f"model_type {c.get('model_type')!r} (not qwen2 or llama)"),
             (c.get("use_sliding_window"), "use_sliding_window: true"),
@@ -55,13 +55,12 @@ class Config:
                 raise ValueError(f"{path}: {what} is not supported here; take another checkpoint")
         hidden, heads = c.get("hidden_size"), c.get("num_attention_heads")
         head_dim = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
-        implied = {"num_key_value_heads": heads, "head_dim": head_dim, "tie_word_embeddings": False}
-        implied["attention_bias"] = c["model_type"] == "qwen2"
+        implied = {"num_key_value_heads": heads, "head_dim": head_dim, "attention_bias": c["model_type"] == "qwen2"}
         # Files disagree on what ends a text. For generation, generation_config.json is the one that decides.
         generation, eos = os.path.join(folder, "generation_config.json"), c.get("eos_token_id", [])
         if os.path.exists(generation) and read_json(generation).get("eos_token_id") is not None:
             eos = read_json(generation)["eos_token_id"]
-        c = implied | rope | c | {"eos": eos if isinstance(eos, list) else [eos]}
+        c = {"tie_word_embeddings": False, **implied, **rope, **c, "eos": eos if isinstance(eos, list) else [eos]}
         for field in fields(cls):
             value, kinds = c.get(field.name), (int, float) if field.type is float else field.type
             if not isinstance(value, kinds) or (field.type in (int, float) and value <= 0):
@@ -72,9 +71,9 @@ class Config:
 class Linear:
     """x [T, in] -> x W^T + b [T, out], for the few rows at a time that decoding feeds.
 
-    In float32 on a CPU, F.linear takes a single row on one thread, and for two or more copies the weight in every call.
-    So a large weight is laid out once, by oneDNN: 4 rows then cost about what 1 costs, the time to stream the weight. A
-    small one, or one that is also `read_by_rows` (an embedding), is multiplied in 8 blocks, which threads can share.
+    In float32 on a CPU, F.linear takes one row on one thread, and for more copies the weight in every call. So a large
+    weight is laid out once, by oneDNN: 4 rows then cost about what 1 costs, the time to stream the weight. A small one,
+    and one also `read_by_rows` (an embedding), is multiplied in 8 blocks that threads can share.
     """
 
     def __init__(self, weight, bias=None, read_by_rows=False):
@@ -186,10 +185,9 @@ class Qwen2:
 
     @classmethod
     def load(cls, path, bits=None, device=None, dtype=None):
-        """Read a model from a folder or a Hub id, one tensor at a time, in float32 on a CPU, else in bfloat16.
+        """Read a folder or Hub id, in float32 on a CPU and else in bfloat16, unless bits or dtype say otherwise.
 
-        bits: 32 or 16, to have it otherwise; or a dtype. Raises OSError or ValueError, in one line, for files that are
-        missing, damaged or of another model.
+        Raises OSError or ValueError, in one line, for files that are missing, damaged or of another model.
         """
         folder = find(path)
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -206,7 +204,7 @@ class Qwen2:
             if not c.tie_word_embeddings:
                 head = Linear(matrix)
             elif not torch.equal(matrix, embedding):
-                warnings.warn(f"{folder}: lm_head.weight, tied to the embedding but unlike it, is ignored", stacklevel=2)
+                warnings.warn(f"{folder}: lm_head.weight is ignored: tied, but unlike the embedding", stacklevel=2)
         if weights.shapes:
             raise ValueError(f"{folder}: {min(weights.shapes)} has no place in this model: is config.json its own?")
         return cls(c, embed, layers, norm, head)

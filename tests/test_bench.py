@@ -32,6 +32,7 @@ def test_the_table_and_its_json(pair, tmp_path, capsys):
     for word in ("code", "plain", "speculative", "same text", "3 of 3", "tok/s"):
         assert word in shown
     assert plain["speedup"] == 1.0 and plain["tokens_per_round"] == 1.0 and plain["drafted"] == 0
+    assert plain["identical"] is True
     assert speculative["gamma"] == 3 and speculative["identical"] is True
     assert speculative["acceptance_rate"] == speculative["accepted"] / speculative["drafted"]
     assert set(speculative) >= {"tokens_per_second", "predicted_speedup", "cost_ratio", "tokens_per_round", "rounds"}
@@ -93,6 +94,23 @@ def test_what_is_timed(monkeypatch):  # B65: a clock that moves with the work. P
     assert (plain.tokens, plain.seconds) == (10, 10.0)
     both = bench.decode((model, model), [3] * 50, 4, options(), 15)
     assert (both.tokens, both.rounds, both.seconds) == (10, 2, 10.0)  # two rounds of 4 draft steps and 1 pass
+
+
+def test_a_draft_with_a_shorter_context(tmp_path, capsys):
+    target = folders.write(tmp_path / "target", max_position_embeddings=512)
+    draft = folders.write(tmp_path / "draft", max_position_embeddings=64)
+    bench.main(["--target", target, "--draft", draft, "--device", "cpu", "--domain", "code", "--repeat", "1"])
+    assert "3 of 3" in capsys.readouterr().out
+
+
+def test_the_targets_end_of_text_counts():  # B37: and the draft's does not
+    def model(*eos):
+        result = Toy(lambda seen: one_hot((seen[-1] + 1) % 8, 8))
+        result.config, result.device = SimpleNamespace(vocab_size=8, eos=list(eos)), torch.device("cpu")
+        return result
+
+    assert bench.decode((model(7), model(5)), [3], 2, options(), 20).ids == [4, 5, 6, 7]
+    assert len(bench.decode((model(), model(5)), [3], 2, options(), 20).ids) == 20
 
 
 def test_the_first_difference():

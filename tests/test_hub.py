@@ -78,7 +78,8 @@ def sha(file):
 
 def python(code, home, **env):
     """Run code in a Python of its own: the client reads these variables when it is imported."""
-    env = os.environ | {"HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"} | env
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    env = own | {"HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"} | env
     root = Path(__file__).parent.parent
     return subprocess.run([sys.executable, *code], capture_output=True, text=True, env=env, cwd=root, timeout=120)
 

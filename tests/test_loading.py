@@ -26,11 +26,15 @@ def test_one_file_and_two_shards_are_the_same_model(tmp_path):
     assert logits(one).isfinite().all()
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(None, 0.2), (torch.float16, 0.05)])
-def test_sixteen_bits(tmp_path, dtype, tolerance):
+@pytest.mark.parametrize("options, dtype, tolerance", [
+    ({"bits": 16}, torch.bfloat16, 0.2),
+    ({"dtype": torch.float16}, torch.float16, 0.05),
+    ({}, torch.float32, 0.001),  # B70: the default on a CPU
+])  # fmt: skip
+def test_precisions(tmp_path, options, dtype, tolerance):
     folder = folders.write(tmp_path / "m")
-    loaded = Qwen2.load(folder, bits=16, device="cpu", dtype=dtype)
-    assert loaded.dtype == (dtype or torch.bfloat16)
+    loaded = Qwen2.load(folder, device="cpu", **options)
+    assert loaded.dtype == dtype
     rows = loaded(torch.arange(5), loaded.new_cache(5), 5)
     assert rows.dtype == torch.float32
     torch.testing.assert_close(rows, logits(folder, range(5)), atol=tolerance * rows.std().item(), rtol=0.1)
@@ -136,11 +140,15 @@ def test_which_ids_end_a_text(tmp_path, generation, config, eos):  # B37
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"rms_norm_eps": None}, "rms_norm_eps is None"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ({"rope_scaling": "yarn"}, "yarn"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(tmp_path, change, named):
     with pytest.raises(ValueError, match=named):
-        Config.read(folders.write(tmp_path / "m", **change))
+        Config.read(folders.write(tmp_path / "m", folders.tensors(), **change))
 
 
 # One line, exit code 2. Each entry damages a good folder of two shards.
@@ -170,7 +178,17 @@ def rewrite(change):
     return lambda f: folders.write(f, change(folders.tensors()), shards=2)
 
 
+def shard(header):
+    """A safetensors file with this header, and no data."""
+    return lambda f: (f / SECOND).write_bytes(len(header).to_bytes(8, "little") + header)
+
+
 DAMAGE |= {
+    "a list for a config": (lambda f: (f / "config.json").write_text("[]"), "config.json holds a list"),
+    "a list for an index": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "holds a list"),
+    "no weight_map": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
+    "a list for a header": (shard(b"[]"), "is no safetensors file"),
+    "a header without offsets": (shard(b'{"a": {"dtype": "F32", "shape": [1]}}'), "is no safetensors file"),
     "truncated shard": (cut, "bytes and should have"),
     "wrong shape": (rewrite(lambda w: w | {"model.norm.weight": torch.ones(63)}), "model.norm.weight has shape [63]"),
     "leftover tensor": (rewrite(lambda w: w | {"model.extra": torch.ones(3)}), "model.extra has no place"),
@@ -179,6 +197,7 @@ DAMAGE |= {
         "model.norm.weight is missing",
     ),
     "nan weight": (rewrite(lambda w: w | {"model.norm.weight": torch.full((64,), float("nan"))}), "contains NaN"),
+    "integers": (rewrite(lambda w: w | {"model.norm.weight": torch.ones(64, dtype=torch.int32)}), "torch.int32"),
     "nan logits": (rewrite(lambda w: w | {"model.norm.weight": torch.full((64,), 3e38)}), "logits contain NaN"),
 }
 
@@ -197,7 +216,7 @@ def test_a_damaged_folder_is_one_line(tmp_path, capsys, name):  # B49, B51
     good, bad = folders.write(tmp_path / "good"), folders.write(tmp_path / "bad", shards=2)
     damage, message = DAMAGE[name]
     more = damage(tmp_path / "bad")
-    arguments = ["--device", "cpu", "--target", bad, "--draft", good, "--domain", "code", "--max-new-tokens", 4]
+    arguments = ["--device", "cpu", "--target", bad, "--draft", good, "--domain", "code", "--max-new-tokens", 6]
     said = refusal(capsys, *arguments)
     assert message in said and (name != "truncated shard" or more in said)
 
@@ -216,12 +235,20 @@ def test_a_damaged_folder_is_one_line(tmp_path, capsys, name):  # B49, B51
         (["--target", "GOOD", "--draft", "GOOD", "--device", "mps"], "--device mps"),
         (["--bits", "3"], "--bits: invalid choice: 3"),
         (["watch", "", "--target", "GOOD", "--draft", "GOOD"], "the prompt is empty"),
-        (["watch", "--target", "GOOD", "--draft", "GOOD"], "watch needs a prompt"),
+        (["watch", "--target", "GOOD", "--draft", "GOOD"], "watch takes a prompt"),
+        (["showdown", "Hello", "--target", "GOOD", "--draft", "GOOD"], "the showdown none"),
+        (["watch", "a\udc80", "--target", "GOOD", "--draft", "GOOD"], "surrogate"),
+        (["watch", "x" * 159, "--target", "GOOD", "--draft", "GOOD"], "fills the context of 256"),  # B76
+        (["--target", "GOOD", "--draft", "GOOD", "--max-new-tokens", "5"], "--max-new-tokens must be"),
+        (["--seed", "99999999999999999999"], "--seed: 99999999999999999999 is out of range"),
+        (["--target", "GOOD/model.safetensors", "--draft", "GOOD"], "no such folder"),
         (["watch", "x" * 300, "--target", "GOOD", "--draft", "GOOD"], "and the context only 256"),  # B76
         (["--target", "GOOD", "--draft", "GOOD", "--json", "/no/such/folder/x.json"], "--json /no/such/folder/x.json"),
+        (["--target", "GOOD", "--draft", "GOOD", "--json", "GOOD"], "not a file that can be written"),
     ],
 )
-def test_bad_arguments_are_one_line(tmp_path, capsys, arguments, message):
+def test_bad_arguments_are_one_line(tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     good, other = folders.write(tmp_path / "good"), folders.write(tmp_path / "other")
     folders.tokenizer(exchange=(3, 4)).save(str(tmp_path / "other" / "tokenizer.json"))
-    assert message in refusal(capsys, *[{"GOOD": good, "OTHER": other}.get(word, word) for word in arguments])
+    assert message in refusal(capsys, *[word.replace("GOOD", good).replace("OTHER", other) for word in arguments])

@@ -31,7 +31,7 @@ def save(folder, kind=transformers.Qwen2ForCausalLM, seed=0, **change):
     torch.manual_seed(seed)
     peer = kind(config).eval()
     for name, weight in peer.named_parameters():
-        torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.3)
+        torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 2.4 * config.hidden_size**-0.5)
     peer.save_pretrained(folder)
     return peer, str(folder)
 
@@ -42,7 +42,7 @@ CASES = {
     "no sharing of heads": {"num_key_value_heads": 4},
     "one key head": {"num_key_value_heads": 1},
     "theta of Qwen2.5": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-    "large enough to be packed": {"hidden_size": 512, "intermediate_size": 2304},
+    "large enough to be packed": {"hidden_size": 1024, "intermediate_size": 1536},
     "vocabulary of an odd size": {"vocab_size": 161},
     "llama": {"kind": transformers.LlamaForCausalLM},
 }
