@@ -1,7 +1,6 @@
 """Writes model folders as they come from the Hub, a few hundred kilobytes, for the tests to load and to damage."""
 
 import json
-import struct
 
 import torch
 from safetensors.torch import save_file
@@ -72,9 +71,3 @@ def write(folder, weights=None, shards=1, seed=0, **config):
         save_file({name: weights[name] for name in names if files[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     return str(folder)
-
-
-def header(file):
-    """The header of a safetensors file, for a test to look at."""
-    data = file.read_bytes()
-    return json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
