@@ -1,9 +1,9 @@
 """Measure speculative decoding: plain against speculative, with your pair, on your machine.
 
-    python bench.py --target DIR --draft DIR                  the showdown: per domain, plain against speculative
-    python bench.py watch "PROMPT" --target DIR --draft DIR   live text, coloured by who wrote each token
+    python bench.py                    the showdown: per domain, plain against speculative
+    python bench.py watch "PROMPT"     live text, coloured by who wrote each token
 
-A model is a folder or a Hub id. `--target coder` and `--target qwen2.5` name a pair of them at once.
+A model (--target, --draft) is a folder or a Hub id; `--target tiny`, `qwen2.5` and `coder` name two at once.
 """
 
 import argparse
@@ -19,16 +19,9 @@ import torch
 from huggingface_hub.utils import tqdm
 
 from model import Config, Qwen2, find
+from pairs import PAIRS, choose, prompts
 from speculative import DraftModel, speculative_decode
 from text import Stream, Text, check_same_ids
-
-PAIRS = {
-    "coder": ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"),
-    "qwen2.5": ("Qwen/Qwen2.5-3B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
-}
-with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "prompts.json"), encoding="utf-8") as f:
-    PROMPTS = json.load(f)  # domain -> prompts
-
 
 # One prompt, decoded once. The first round, which reads the prompt, is in `ids` but in none of the numbers.
 Run = namedtuple("Run", "ids seconds tokens rounds drafted accepted")
@@ -145,25 +138,24 @@ def line(row, parted):
 
 def showdown(pair, text, args):
     """Decode every prompt plainly and speculatively, in turn. Prints the table; returns the rows of the JSON file."""
-    domains = list(PROMPTS) if args.domain == "all" else [args.domain]
-    prompts = {domain: [text.prompt(prompt) for prompt in PROMPTS[domain]] for domain in domains}
+    asked = {name: [text.prompt(p) for p in some] for name, some in prompts(text.is_chat, args.domain).items()}
     modes = {"plain": 0, "speculative": args.gamma}
     rows, notes = [], []
-    steps = len(modes) * args.repeat * sum(map(len, prompts.values()))
+    steps = len(modes) * args.repeat * sum(map(len, asked.values()))
     with tqdm(total=steps, desc="warming up", unit="text", disable=None, leave=False) as bar:
         c, v = costs(pair, args.gamma)
         for gamma in modes.values():  # the shapes that are timed below
-            decode(pair, prompts[domains[0]][0], gamma, args, 2 * gamma + 3)
+            decode(pair, next(iter(asked.values()))[0], gamma, args, 2 * gamma + 3)
         bar.write(HEADER)
         bar.set_description("decoding")
-        for domain in domains:
+        for domain, texts in asked.items():
             runs = {mode: [[] for _ in range(args.repeat)] for mode in modes}
             for repetition in range(args.repeat):
-                for ids in prompts[domain]:
+                for ids in texts:
                     for mode, gamma in modes.items():
                         runs[mode][repetition].append(decode(pair, ids, gamma, args, args.max_new_tokens))
                         bar.update()
-            both = zip(prompts[domain], runs["plain"][0], runs["speculative"][0], strict=True)
+            both = zip(texts, runs["plain"][0], runs["speculative"][0], strict=True)
             parted = [first_difference(pair[0], ids, a.ids, b.ids) for ids, a, b in both if args.temperature == 0]
             for mode, gamma in modes.items():
                 row = summary(domain, mode, gamma, runs[mode], runs["plain"], c, v)
@@ -221,7 +213,7 @@ def parse(argv):
     parser = Parser(prog="bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", nargs="?", default="showdown", choices=["showdown", "watch"])
     parser.add_argument("prompt", nargs="?", help="for watch: what to ask, or with a base model what to continue")
-    parser.add_argument("--target", help=f"the large model: folder, Hub id, or one of {', '.join(PAIRS)}")
+    parser.add_argument("--target", help=f"the large model, or a pair: {', '.join(PAIRS)}. Default: see the README")
     parser.add_argument("--draft", help="the small model: folder or Hub id")
     parser.add_argument("--bits", type=int, choices=[16, 32], help="of a weight. Default: 32 on a CPU, 16 on a GPU")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
@@ -230,7 +222,7 @@ def parse(argv):
     parser.add_argument("--top-k", type=number(int, 0, many), default=0, help="0, the default, is no limit")
     parser.add_argument("--top-p", type=number(float, 1e-9, 1), default=1.0, help="1, the default, is no limit")
     parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0)
-    parser.add_argument("--domain", default="all", choices=[*PROMPTS, "all"])
+    parser.add_argument("--domain", default="all", choices=["code", "factual", "creative", "edit", "all"])
     parser.add_argument("--max-new-tokens", type=number(int, 2, many), default=64, help="of each text. Default: 64")
     parser.add_argument("--repeat", type=number(int, 1, 99), default=3, help="times to measure. Default: 3")
     parser.add_argument("--json", metavar="FILE", help="write the table there, too")
@@ -250,12 +242,6 @@ def machine(device):
 
 def start(args):
     """Refuse what can be refused before any weight is read, load the pair, and do what was asked for."""
-    if not args.target:
-        raise ValueError("no pair: pass --target DIR --draft DIR, or --target coder to download one (4.1 GB)")
-    target, draft = PAIRS.get(args.target, (args.target, None))
-    draft = args.draft or draft
-    if not draft:
-        raise ValueError(f"--target {target} needs a --draft: a smaller model with the same tokenizer")
     if (args.command == "watch") != (args.prompt is not None):
         raise ValueError('watch takes a prompt and the showdown none: python bench.py watch "Why is the sky blue?" ...')
     if args.max_new_tokens < args.gamma + 2:
@@ -264,12 +250,16 @@ def start(args):
         raise ValueError(f"--device {args.device}: torch {torch.__version__} finds none here; leave it out for the CPU")
     if args.json and (os.path.isdir(args.json) or not os.access(os.path.dirname(os.path.abspath(args.json)), os.W_OK)):
         raise ValueError(f"--json {args.json}: not a file that can be written")
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    target, draft, why = choose(args.target, args.draft, device, args.bits)
     folders = find(target), find(draft)
     texts = [Text(folder, Config.read(folder).eos) for folder in folders]
     check_same_ids(*texts)
-    pair = [Qwen2.load(folder, args.bits, None if args.device == "auto" else args.device) for folder in folders]
+    pair = [Qwen2.load(folder, args.bits, device) for folder in folders]
     about, dtype = machine(pair[0].device), str(pair[0].dtype).removeprefix("torch.")
     how = f"temperature {args.temperature:g}" if args.temperature else "greedy"
+    if why:
+        print(why)
     print(f"target {target}\ndraft  {draft}\n{dtype}, {how}, gamma {args.gamma}, up to {args.max_new_tokens} tokens")
     print(f"{about['name']} ({about['device']}, {about['threads']} threads), torch {about['torch']}\n")
     if args.command == "watch":

@@ -1,0 +1,77 @@
+"""The pairs of models that bench.py knows by name, which of them it takes if it is not told, and what it asks them."""
+
+import json
+import os
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from model import Checkpoint
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+PAIRS = {  # name -> target, draft
+    "tiny": (os.path.join(HERE, "tiny", "target"), os.path.join(HERE, "tiny", "draft")),
+    "qwen2.5": ("Qwen/Qwen2.5-3B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
+    "coder": ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen/Qwen2.5-Coder-0.5B-Instruct"),
+}
+
+
+def choose(target, draft, device, bits):
+    """What --target and --draft stand for, each a folder or Hub id, and in words why, if neither was given.
+
+    The default is qwen2.5 where it could run at once, and else tiny. Raises ValueError if one model is missing.
+    """
+    if target is None and draft is None:
+        name, why = default(device, bits)
+        other = "python bench.py --target qwen2.5" if name == "tiny" else "python bench.py --target tiny"
+        return *PAIRS[name], f"The pair {name!r}, because {why}.\nThe other: {other}"
+    if target is None:
+        raise ValueError(f"--draft {draft} needs a --target: the larger model, with the same tokenizer")
+    target, partner = PAIRS.get(target, (target, None))
+    if not (draft or partner):
+        raise ValueError(f"--target {target} needs a --draft: a smaller model with the same tokenizer")
+    return target, draft or partner, None
+
+
+def default(device, bits):
+    """The name of a pair, and why that one."""
+    parameters = 0
+    for name in PAIRS["qwen2.5"]:
+        try:
+            shapes = Checkpoint(snapshot_download(name, local_files_only=True), None, None).shapes
+        except LocalEntryNotFoundError:
+            return "tiny", f"{name} has not been downloaded"
+        except (OSError, ValueError) as error:
+            return "tiny", f"{name} is not whole ({error})"
+        parameters += sum(torch.Size(shape).numel() for shape in shapes.values())
+    bits = bits or (32 if device == "cpu" else 16)
+    need, free = parameters * bits / 8e9 * 1.2, free_memory(device)  # a fifth more, for the caches and what passes by
+    if free < need:
+        return "tiny", f"qwen2.5 needs {need:.1f} GB in {bits} bits, and {free:.1f} GB are free"
+    return "qwen2.5", f"it is on disk, needs {need:.1f} GB in {bits} bits, and {free:.1f} GB are free"
+
+
+def free_memory(device):
+    """Of the GPU, or of this machine, in GB. 0 where that cannot be told."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0] / 1e9
+    if os.path.exists("/proc/meminfo"):
+        with open("/proc/meminfo") as f:
+            return next(int(line.split()[1]) * 1024 / 1e9 for line in f if line.startswith("MemAvailable"))
+    if hasattr(os, "sysconf"):  # macOS, where half of what is there is about what can be had
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2e9
+    return 0.0
+
+
+def prompts(is_chat, domain):
+    """{domain: [prompt]}, of one domain or "all". Raises ValueError if there are none.
+
+    An instruct model is asked. A base model gets the beginning of a text, from files that tiny was not trained on.
+    """
+    file = os.path.join(HERE, "prompts.json" if is_chat else os.path.join("tiny", "prompts.json"))
+    with open(file, encoding="utf-8") as f:
+        known = json.load(f)
+    if domain != "all" and domain not in known:
+        raise ValueError(f"--domain {domain} is for instruct models: a base model has {', '.join(known)}")
+    return known if domain == "all" else {domain: known[domain]}

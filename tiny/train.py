@@ -1,0 +1,308 @@
+"""Train the pair that comes with the repository: two small Qwen2 models, a target and a draft distilled from it.
+
+    python tiny/train.py            fetch the text, train both, write tiny/target and tiny/draft: hours on 2 cores
+    python tiny/train.py --smoke    all of that in a minute, on text that is on every machine, into tiny/work/smoke
+
+It goes on where it was interrupted. The folders that it writes are plain Qwen2 checkpoints, for any loader.
+"""
+
+import argparse
+import json
+import math
+import os
+import pathlib
+
+import corpus
+import torch
+import torch.nn.functional as F
+from huggingface_hub.utils import tqdm
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import nn
+
+# Deep and narrow: at this size a step costs what its operators cost to start, so that 1 layer is a draft many times as
+# fast as 12. Width 256 makes 4 heads of 64 channels, the head size of Qwen2.5-0.5B.
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "vocab_size": 4096,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.05,
+    "eos_token_id": 4093,  # <|endoftext|>
+    "torch_dtype": "bfloat16",
+}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DRAFT_CONFIG = CONFIG | {"num_hidden_layers": 1}
+# Steps of each model; windows of each domain in a batch; tokens in a window; batches of 48 texts by the target itself.
+FULL = {"target": 7000, "draft": 2000, "rows": 1, "length": 512, "samples": 20}
+SMOKE = {"target": 150, "draft": 100, "rows": 1, "length": 128, "samples": 1}
+
+
+class Layer(nn.Module):
+    """As in model.py, but batched and differentiable. The parameters have the names of a checkpoint."""
+
+    def __init__(self, c):
+        super().__init__()
+        hidden, inner = c["hidden_size"], c["intermediate_size"]
+        self.head_dim = hidden // c["num_attention_heads"]
+        kv = c["num_key_value_heads"] * self.head_dim
+        self.input_layernorm = nn.RMSNorm(hidden, c["rms_norm_eps"])
+        sizes = {"q_proj": hidden, "k_proj": kv, "v_proj": kv, "o_proj": hidden}
+        linear = {name: nn.Linear(hidden, size, bias=name != "o_proj") for name, size in sizes.items()}
+        self.self_attn = nn.ModuleDict(linear)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, c["rms_norm_eps"])
+        shapes = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+        self.mlp = nn.ModuleDict({name: nn.Linear(*s, bias=False) for name, s in shapes.items()})
+
+    def forward(self, x, rope, mask, cache, start):
+        batch, length, _ = x.shape
+        y = self.input_layernorm(x)
+        q, k, v = (self.self_attn[name](y) for name in ("q_proj", "k_proj", "v_proj"))
+        q, k, v = (z.view(batch, length, -1, self.head_dim).transpose(1, 2) for z in (q, k, v))  # [batch, heads, T, 64]
+        q, k = rotate(q, *rope), rotate(k, *rope)
+        if cache is not None:  # [2, batch, kv_heads, longest, 64]: sampling, a token at a time
+            cache[0, :, :, start : start + length], cache[1, :, :, start : start + length] = k, v
+            k, v = cache[:, :, :, : start + length]
+        # Written out, as the backward pass of torch's fused attention takes twice as long on a CPU.
+        grouped = q.reshape(batch, k.shape[1], -1, self.head_dim)  # heads that share keys, one below the other
+        scores = (grouped * self.head_dim**-0.5 @ k.transpose(2, 3)).view(batch, -1, length, k.shape[2])
+        weights = (scores + mask).softmax(-1).view(batch, k.shape[1], -1, k.shape[2])
+        y = (weights @ v).view(batch, -1, length, self.head_dim)
+        x = x + self.self_attn["o_proj"](y.transpose(1, 2).reshape(batch, length, -1))
+        y = self.post_attention_layernorm(x)
+        return x + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](y)) * self.mlp["up_proj"](y))
+
+
+def rotate(x, cos, sin):
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
+
+class Qwen2(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.config = c
+        self.embed_tokens = nn.Embedding(c["vocab_size"], c["hidden_size"])
+        self.layers = nn.ModuleList(Layer(c) for _ in range(c["num_hidden_layers"]))
+        self.norm = nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"])
+        generator = torch.Generator().manual_seed(0)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                # What a layer adds to its input begins smaller, so that the sum of 12 layers does not drown the input.
+                small = (2 * c["num_hidden_layers"]) ** -0.5 if "o_proj" in name or "down_proj" in name else 1
+                nn.init.normal_(weight, std=c["initializer_range"] * small, generator=generator)
+            elif name.endswith("bias"):
+                nn.init.zeros_(weight)
+
+    def forward(self, ids, caches=None, start=0):
+        """ids [batch, T] -> logits [batch, T, vocab]. With caches, `start` tokens are in there already, and T is 1."""
+        half = self.config["hidden_size"] // self.config["num_attention_heads"] // 2
+        frequencies = self.config["rope_theta"] ** -(torch.arange(half, device=ids.device) / half)
+        angles = torch.outer(torch.arange(start, start + ids.shape[1], device=ids.device), frequencies)
+        rope = angles.cos().repeat(1, 2), torch.cat([-angles.sin(), angles.sin()], -1)  # [T, 64]
+        if torch.is_autocast_enabled(ids.device.type):  # or all that is rotated would be promoted to float32
+            rope = [part.bfloat16() for part in rope]
+        length = ids.shape[1]
+        mask = torch.full((length, start + length), -math.inf, device=ids.device, dtype=rope[0].dtype).triu(start + 1)
+        x = self.embed_tokens(ids)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, rope, mask, None if caches is None else caches[i], start)
+        return F.linear(self.norm(x), self.embed_tokens.weight)
+
+
+def windows(data, step, rows, length):
+    """`rows` windows of each domain: ids [rows * domains, length + 1], picked by the number of the step alone."""
+    generator = torch.Generator().manual_seed(step)
+    batch = []
+    for ids in data.values():
+        starts = torch.randint(len(ids) - length, (rows,), generator=generator).tolist()
+        batch += [ids[start : start + length + 1] for start in starts]
+    return torch.stack(batch)
+
+
+def mean_of_each(data, values):
+    """{domain: mean} of values [rows * domains, T] at the positions of such a batch."""
+    return dict(zip(data, values.view(len(data), -1).mean(1).tolist(), strict=True))
+
+
+def save(content, path):
+    """All of it or nothing."""
+    torch.save(content, path.with_suffix(".part"))
+    os.replace(path.with_suffix(".part"), path)
+
+
+def train(name, model, loss_of, evaluate, steps, peak, work):
+    """AdamW with a cosine. loss_of(step) gives a loss, evaluate() {what: number}. Returns what that was, step by step.
+
+    Saves to work/name.pt every 100 steps and begins from there. Since a step picks its text by its number, the model
+    that comes out is the same with and without an interruption.
+    """
+    path, start, curve = work / f"{name}.pt", 0, []
+    decayed = [{"params": [w for w in model.parameters() if w.dim() == 2], "weight_decay": 0.1}]
+    others = [{"params": [w for w in model.parameters() if w.dim() < 2], "weight_decay": 0.0}]  # norms and biases
+    optimizer = torch.optim.AdamW(decayed + others, betas=(0.9, 0.98), fused=True)
+    if path.exists():
+        saved = torch.load(path, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        start, curve = saved["step"], saved["curve"]
+    if not curve:
+        curve.append({"step": 0, **evaluate()})
+    with tqdm(total=steps, initial=start, desc=name, unit="step", disable=None) as bar:
+        for step in range(start, steps):
+            warmup, cosine = (step + 1) / min(100, steps / 2), (1 + math.cos(math.pi * step / steps)) / 2
+            for group in optimizer.param_groups:
+                group["lr"] = peak * min(warmup, 0.05 + 0.95 * cosine)
+            loss = loss_of(step)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+            bar.update()
+            if (step + 1) % 100 == 0 or step + 1 == steps:
+                curve.append({"step": step + 1, **evaluate()})
+                bar.write("  ".join(f"{what} {value:.4g}" for what, value in curve[-1].items()))
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                save(state | {"step": step + 1, "curve": curve}, path)
+    return curve
+
+
+def train_target(data, held, plan, work, amp):
+    """The target, on the next token of the text."""
+    model = Qwen2(CONFIG).to(DEVICE)
+
+    def losses(batch):
+        batch = batch.to(DEVICE)
+        with amp:
+            logits = model(batch[:, :-1])
+        return F.cross_entropy(logits.float().transpose(1, 2), batch[:, 1:], reduction="none")  # [rows, T], in nats
+
+    @torch.no_grad()
+    def evaluate():
+        return mean_of_each(held, losses(windows(held, 0, 4, plan["length"])))
+
+    def loss_of(step):
+        return losses(windows(data, step, plan["rows"], plan["length"])).mean()
+
+    return model, train("target", model, loss_of, evaluate, plan["target"], 2e-3, work)
+
+
+@torch.no_grad()
+def sample(model, prompts, length, temperature, generator, amp):
+    """Continue prompts [rows, T] to [rows, length], each row at its own temperature [rows, 1]; 0 is greedy."""
+    c = model.config
+    shape = c["num_hidden_layers"], 2, len(prompts), c["num_key_value_heads"], length, model.layers[0].head_dim
+    ids, start = prompts, 0
+    with amp:
+        dtype = torch.get_autocast_dtype(DEVICE) if torch.is_autocast_enabled(DEVICE) else torch.float32
+        caches = torch.zeros(shape, device=DEVICE, dtype=dtype)
+        while ids.shape[1] < length:
+            logits = model(ids[:, start:], caches, start)[:, -1].float()
+            # The largest of logits / t + Gumbel noise is a draw from softmax(logits / t). Times t, it may also be 0.
+            noise = -torch.empty_like(logits).exponential_(generator=generator).log()
+            start, ids = ids.shape[1], torch.cat([ids, (logits + temperature * noise).argmax(-1, keepdim=True)], 1)
+    return ids
+
+
+def distil(target, data, held, plan, work, amp):
+    """The draft, on the target's distribution: over the same text and, as it will be asked, over the target's own text.
+
+    A draft is kept with probability sum(min(p, q)) (Leviathan et al. 2023, corollary 3.6): `evaluate` gives its mean.
+    """
+    path = work / "samples.pt"
+    if not path.exists():
+        generator, texts = torch.Generator(DEVICE).manual_seed(0), []
+        for batch in tqdm(range(plan["samples"]), "sampling", unit="batch", disable=None):
+            prompts = windows(data, -1 - batch, 16, 31).to(DEVICE)  # by a number that no step has
+            # A third of them greedily, as that is how the pair is mostly used; the others at temperatures up to 1.
+            temperature = (1.5 * torch.rand(len(prompts), 1, device=DEVICE, generator=generator) - 0.5).clamp(min=0)
+            texts.append(sample(target, prompts, plan["length"] + 1, temperature, generator, amp).cpu())
+        save(torch.cat(texts), path)
+    own = torch.load(path, weights_only=True)  # [texts, length + 1]
+    model = Qwen2(DRAFT_CONFIG).to(DEVICE)
+    model.load_state_dict({name: weight for name, weight in target.state_dict().items() if name in model.state_dict()})
+
+    def log_probs(batch):
+        with amp:
+            with torch.no_grad():
+                p = target(batch)
+            q = model(batch)
+        return p.float().log_softmax(-1), q.float().log_softmax(-1)
+
+    @torch.no_grad()
+    def evaluate():
+        p, q = log_probs(windows(held, 0, 4, plan["length"]).to(DEVICE))
+        return mean_of_each(held, torch.minimum(p, q).exp().sum(-1))
+
+    def loss_of(step):
+        text = windows(data, step, plan["rows"], plan["length"])
+        picks = torch.randint(len(own), (len(text),), generator=torch.Generator().manual_seed(step))
+        p, q = log_probs(torch.cat([text, own[picks]]).to(DEVICE))
+        return F.kl_div(q, p, reduction="none", log_target=True).sum(-1).mean()  # KL(p || q)
+
+    return model, train("draft", model, loss_of, evaluate, plan["draft"], 2e-3, work)
+
+
+def write(model, tokenizer, folder):
+    """A model folder such as the Hub has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {f"model.{name}": weight.detach().bfloat16().cpu() for name, weight in model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save(str(folder / "tokenizer.json"))
+    end, id = corpus.CONTROL[0], model.config["eos_token_id"]
+    about = {"tokenizer_class": "Qwen2Tokenizer", "model_max_length": model.config["max_position_embeddings"]}
+    about |= {"eos_token": end, "pad_token": end, "unk_token": None, "add_prefix_space": False}
+    generation = {"eos_token_id": id, "pad_token_id": id}
+    files = {"config": model.config, "generation_config": generation, "tokenizer_config": about}
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def main(argv=None):
+    here = pathlib.Path(__file__).resolve().parent
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="a minute of everything, for the tests")
+    parser.add_argument("--work", type=pathlib.Path, help="for downloads and what can be gone on with: tiny/work/...")
+    parser.add_argument("--out", type=pathlib.Path, help="for the models. Default: tiny, with --smoke as --work")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of matmuls. Default: bfloat16 on a GPU only")
+    args = parser.parse_args(argv)
+    work = args.work or here / "work" / ("smoke" if args.smoke else "full")
+    out = args.out or (work if args.smoke else here)
+    plan = SMOKE if args.smoke else FULL
+    work.mkdir(parents=True, exist_ok=True)
+
+    text = corpus.read(work / "packages", args.smoke)
+    if not (work / "tokenizer.json").exists():
+        corpus.make_tokenizer(text, CONFIG["vocab_size"]).save(str(work / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
+    data = {domain: corpus.encode(tokenizer, parts["train"]) for domain, parts in text.items()}
+    held = {domain: corpus.encode(tokenizer, parts["held"]) for domain, parts in text.items()}
+    for domain in text:
+        print(f"{domain:<9}{len(data[domain]):>10,} tokens to train on,{len(held[domain]):>8,} held out")
+
+    dtype = args.dtype or ("float32" if DEVICE == "cpu" else "bfloat16")
+    amp = torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == "bfloat16")
+    print("target: held-out loss in nats a token")
+    target, loss = train_target(data, held, plan, work, amp)
+    print("draft: how much of a draft would be kept on held-out text, at temperature 1")
+    draft, kept = distil(target, data, held, plan, work, amp)
+    for name, model in (("target", target), ("draft", draft)):
+        write(model, tokenizer, out / name)
+    for name, content in (("prompts.json", corpus.prompts(text)), ("curves.json", {"target": loss, "draft": kept})):
+        (out / name).write_text(json.dumps(content, indent=1) + "\n")
+    print(f"wrote {out / 'target'} and {out / 'draft'}")
+
+
+if __name__ == "__main__":
+    main()
