@@ -136,9 +136,8 @@ def line(row, parted):
     return cells
 
 
-def showdown(pair, text, args):
-    """Decode every prompt plainly and speculatively, in turn. Prints the table; returns the rows of the JSON file."""
-    asked = {name: [text.prompt(p) for p in some] for name, some in prompts(text.is_chat, args.domain).items()}
+def showdown(pair, asked, args):
+    """Decode the prompts, {domain: [ids]}, plainly and speculatively, in turn. Prints the table, returns its rows."""
     modes = {"plain": 0, "speculative": args.gamma}
     rows, notes = [], []
     steps = len(modes) * args.repeat * sum(map(len, asked.values()))
@@ -255,6 +254,7 @@ def start(args):
     folders = find(target), find(draft)
     texts = [Text(folder, Config.read(folder).eos) for folder in folders]
     check_same_ids(*texts)
+    asked = {name: [texts[0].prompt(p) for p in some] for name, some in prompts(texts[0].is_chat, args.domain).items()}
     pair = [Qwen2.load(folder, args.bits, device) for folder in folders]
     about, dtype = machine(pair[0].device), str(pair[0].dtype).removeprefix("torch.")
     how = f"temperature {args.temperature:g}" if args.temperature else "greedy"
@@ -265,7 +265,7 @@ def start(args):
     if args.command == "watch":
         return watch(pair, texts[0], args)
     result = {"machine": about, "pair": vars(args) | {"target": target, "draft": draft, "dtype": dtype}}
-    result["rows"] = showdown(pair, texts[0], args)
+    result["rows"] = showdown(pair, asked, args)
     if args.json:
         with open(args.json + ".part", "w") as f:
             json.dump(result, f, indent=1)

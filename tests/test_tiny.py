@@ -103,17 +103,17 @@ def test_an_interruption_changes_nothing(small, tmp_path, monkeypatch):
     amp = torch.autocast("cpu", enabled=False)
     whole, curve = train.train_target(data, data, plan, tmp_path, amp)
     (tmp_path / "target.pt").unlink()
-    windows = train.windows
+    windows = train.corpus.windows
 
     def interrupted(data, step, rows, length):
         if step == 150:
             raise KeyboardInterrupt
         return windows(data, step, rows, length)
 
-    monkeypatch.setattr(train, "windows", interrupted)
+    monkeypatch.setattr(train.corpus, "windows", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train.train_target(data, data, plan, tmp_path, amp)
-    monkeypatch.setattr(train, "windows", windows)
+    monkeypatch.setattr(train.corpus, "windows", windows)
     resumed, again = train.train_target(data, data, plan, tmp_path, amp)
     assert again == curve and len(curve) == 4
     for a, b in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True):

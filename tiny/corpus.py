@@ -138,6 +138,19 @@ def encode(tokenizer, files):
     return torch.tensor([id for file in tokenizer.encode_batch([text for _, text in files]) for id in (*file.ids, end)])
 
 
+def windows(data, step, rows, length):
+    """`rows` windows of each domain of data {domain: ids}, picked by the number of the step alone.
+
+    Returns int64 [rows * domains, length + 1], the domains one below the other.
+    """
+    generator = torch.Generator().manual_seed(step)
+    batch = []
+    for ids in data.values():
+        starts = torch.randint(len(ids) - length, (rows,), generator=generator).tolist()
+        batch += [ids[start : start + length + 1] for start in starts]
+    return torch.stack(batch)
+
+
 def prompts(text, each=5):
     """{domain: [beginning]}: for bench.py, whole lines of some 300 characters from anywhere in the held-out files."""
     dice, result = random.Random(0), {}

@@ -31,7 +31,7 @@ def score(target, draft, ids, name):
     The rates are of single drafts behind real text: at temperature 1 sum(min(p, q)), greedily how often both models
     think the same token the likeliest.
     """
-    length = target.config.max_position_embeddings
+    length, predicted = target.config.max_position_embeddings, 0
     sums = torch.zeros(4, dtype=torch.float64)
     for window in tqdm(ids.split(length + 1), name, unit="window", disable=None, leave=False):
         fed, answers = window[:-1], window[1:, None]
@@ -39,7 +39,8 @@ def score(target, draft, ids, name):
         bits = [-x.gather(1, answers).sum() / math.log(2) for x in (p, q)]
         same = torch.minimum(p, q).exp().sum(), (p.argmax(-1) == q.argmax(-1)).sum()
         sums += torch.stack([*bits, *same])
-    return (sums / len(ids)).tolist()
+        predicted += len(fed)
+    return (sums / predicted).tolist()
 
 
 def write(pair, text, beginning, count, temperature, seed=0):

@@ -37,7 +37,6 @@ CONFIG = {
     "vocab_size": 4096,
     "tie_word_embeddings": True,
     "use_sliding_window": False,
-    "attention_dropout": 0.0,
     "initializer_range": 0.05,
     "eos_token_id": 4093,  # <|endoftext|>
     "torch_dtype": "bfloat16",
@@ -45,7 +44,7 @@ CONFIG = {
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DRAFT_CONFIG = CONFIG | {"num_hidden_layers": 1}
 # Steps of each model; windows of each domain in a batch; tokens in a window; batches of 48 texts by the target itself.
-FULL = {"target": 7000, "draft": 2000, "rows": 1, "length": 512, "samples": 20}
+FULL = {"target": 7000, "draft": 2000, "rows": 1, "length": 512, "samples": 60}
 SMOKE = {"target": 150, "draft": 100, "rows": 1, "length": 128, "samples": 1}
 
 
@@ -120,16 +119,6 @@ class Qwen2(nn.Module):
         return F.linear(self.norm(x), self.embed_tokens.weight)
 
 
-def windows(data, step, rows, length):
-    """`rows` windows of each domain: ids [rows * domains, length + 1], picked by the number of the step alone."""
-    generator = torch.Generator().manual_seed(step)
-    batch = []
-    for ids in data.values():
-        starts = torch.randint(len(ids) - length, (rows,), generator=generator).tolist()
-        batch += [ids[start : start + length + 1] for start in starts]
-    return torch.stack(batch)
-
-
 def mean_of_each(data, values):
     """{domain: mean} of values [rows * domains, T] at the positions of such a batch."""
     return dict(zip(data, values.view(len(data), -1).mean(1).tolist(), strict=True))
@@ -190,10 +179,10 @@ def train_target(data, held, plan, work, amp):
 
     @torch.no_grad()
     def evaluate():
-        return mean_of_each(held, losses(windows(held, 0, 4, plan["length"])))
+        return mean_of_each(held, losses(corpus.windows(held, 0, 4, plan["length"])))
 
     def loss_of(step):
-        return losses(windows(data, step, plan["rows"], plan["length"])).mean()
+        return losses(corpus.windows(data, step, plan["rows"], plan["length"])).mean()
 
     return model, train("target", model, loss_of, evaluate, plan["target"], 2e-3, work)
 
@@ -224,12 +213,12 @@ def distil(target, data, held, plan, work, amp):
     if not path.exists():
         generator, texts = torch.Generator(DEVICE).manual_seed(0), []
         for batch in tqdm(range(plan["samples"]), "sampling", unit="batch", disable=None):
-            prompts = windows(data, -1 - batch, 16, 31).to(DEVICE)  # by a number that no step has
+            prompts = corpus.windows(data, -1 - batch, 16, plan["length"] // 4 - 1).to(DEVICE)  # no step has this seed
             # A third of them greedily, as that is how the pair is mostly used; the others at temperatures up to 1.
             temperature = (1.5 * torch.rand(len(prompts), 1, device=DEVICE, generator=generator) - 0.5).clamp(min=0)
-            texts.append(sample(target, prompts, plan["length"] + 1, temperature, generator, amp).cpu())
+            texts.append(sample(target, prompts, plan["length"] // 2, temperature, generator, amp).flatten().cpu())
         save(torch.cat(texts), path)
-    own = torch.load(path, weights_only=True)  # [texts, length + 1]
+    own = torch.load(path, weights_only=True)  # [tokens], one text behind the other
     model = Qwen2(DRAFT_CONFIG).to(DEVICE)
     model.load_state_dict({name: weight for name, weight in target.state_dict().items() if name in model.state_dict()})
 
@@ -242,13 +231,13 @@ def distil(target, data, held, plan, work, amp):
 
     @torch.no_grad()
     def evaluate():
-        p, q = log_probs(windows(held, 0, 4, plan["length"]).to(DEVICE))
+        p, q = log_probs(corpus.windows(held, 0, 4, plan["length"]).to(DEVICE))
         return mean_of_each(held, torch.minimum(p, q).exp().sum(-1))
 
     def loss_of(step):
-        text = windows(data, step, plan["rows"], plan["length"])
-        picks = torch.randint(len(own), (len(text),), generator=torch.Generator().manual_seed(step))
-        p, q = log_probs(torch.cat([text, own[picks]]).to(DEVICE))
+        text = corpus.windows(data, step, plan["rows"], plan["length"])
+        both = torch.cat([text, corpus.windows({"own": own}, step, len(text), plan["length"])])
+        p, q = log_probs(both.to(DEVICE))
         return F.kl_div(q, p, reduction="none", log_target=True).sum(-1).mean()  # KL(p || q)
 
     return model, train("draft", model, loss_of, evaluate, plan["draft"], 2e-3, work)
