@@ -212,7 +212,7 @@ def parse(argv):
     parser = Parser(prog="bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", nargs="?", default="showdown", choices=["showdown", "watch"])
     parser.add_argument("prompt", nargs="?", help="for watch: what to ask, or with a base model what to continue")
-    parser.add_argument("--target", help=f"the large model, or a pair: {', '.join(PAIRS)}. Default: see the README")
+    parser.add_argument("--target", help=f"the large model, or a pair: {', '.join(PAIRS)}. Default: one that is here")
     parser.add_argument("--draft", help="the small model: folder or Hub id")
     parser.add_argument("--bits", type=int, choices=[16, 32], help="of a weight. Default: 32 on a CPU, 16 on a GPU")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
@@ -251,21 +251,22 @@ def start(args):
         raise ValueError(f"--json {args.json}: not a file that can be written")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     target, draft, why = choose(args.target, args.draft, device, args.bits)
+    if why:
+        print(why)
     folders = find(target), find(draft)
     texts = [Text(folder, Config.read(folder).eos) for folder in folders]
     check_same_ids(*texts)
-    asked = {name: [texts[0].prompt(p) for p in some] for name, some in prompts(texts[0].is_chat, args.domain).items()}
+    asked = {} if args.command == "watch" else prompts(texts[0].is_chat, args.domain)
     pair = [Qwen2.load(folder, args.bits, device) for folder in folders]
     about, dtype = machine(pair[0].device), str(pair[0].dtype).removeprefix("torch.")
     how = f"temperature {args.temperature:g}" if args.temperature else "greedy"
-    if why:
-        print(why)
     print(f"target {target}\ndraft  {draft}\n{dtype}, {how}, gamma {args.gamma}, up to {args.max_new_tokens} tokens")
     print(f"{about['name']} ({about['device']}, {about['threads']} threads), torch {about['torch']}\n")
     if args.command == "watch":
         return watch(pair, texts[0], args)
     result = {"machine": about, "pair": vars(args) | {"target": target, "draft": draft, "dtype": dtype}}
-    result["rows"] = showdown(pair, asked, args)
+    ids = {domain: [texts[0].prompt(prompt) for prompt in some] for domain, some in asked.items()}
+    result["rows"] = showdown(pair, ids, args)
     if args.json:
         with open(args.json + ".part", "w") as f:
             json.dump(result, f, indent=1)

@@ -4,10 +4,8 @@ import json
 import os
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
 
-from model import Checkpoint
+from model import Checkpoint, find
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PAIRS = {  # name -> target, draft
@@ -24,8 +22,8 @@ def choose(target, draft, device, bits):
     """
     if target is None and draft is None:
         name, why = default(device, bits)
-        other = "python bench.py --target qwen2.5" if name == "tiny" else "python bench.py --target tiny"
-        return *PAIRS[name], f"The pair {name!r}, because {why}.\nThe other: {other}"
+        other = "--target qwen2.5 (some 7 GB, unless they are on disk)" if name == "tiny" else "--target tiny"
+        return *PAIRS[name], f"The pair {name!r}, because {why}.\nThe other: python bench.py {other}"
     if target is None:
         raise ValueError(f"--draft {draft} needs a --target: the larger model, with the same tokenizer")
     target, partner = PAIRS.get(target, (target, None))
@@ -39,29 +37,34 @@ def default(device, bits):
     parameters = 0
     for name in PAIRS["qwen2.5"]:
         try:
-            shapes = Checkpoint(snapshot_download(name, local_files_only=True), None, None).shapes
-        except LocalEntryNotFoundError:
-            return "tiny", f"{name} has not been downloaded"
-        except (OSError, ValueError) as error:
-            return "tiny", f"{name} is not whole ({error})"
+            shapes = Checkpoint(find(name, download=False), None, None).shapes
+        except (OSError, ValueError):
+            return "tiny", f"{name} is not on this machine, or not all of it"
         parameters += sum(torch.Size(shape).numel() for shape in shapes.values())
     bits = bits or (32 if device == "cpu" else 16)
     need, free = parameters * bits / 8e9 * 1.2, free_memory(device)  # a fifth more, for the caches and what passes by
-    if free < need:
-        return "tiny", f"qwen2.5 needs {need:.1f} GB in {bits} bits, and {free:.1f} GB are free"
-    return "qwen2.5", f"it is on disk, needs {need:.1f} GB in {bits} bits, and {free:.1f} GB are free"
+    if free is None:
+        return "tiny", f"qwen2.5 needs {need:.1f} GB in {bits} bits, and how much is free cannot be told here"
+    enough = free >= need
+    return "qwen2.5" if enough else "tiny", f"qwen2.5 needs {need:.1f} GB in {bits} bits, and {free:.1f} GB are free"
 
 
 def free_memory(device):
-    """Of the GPU, or of this machine, in GB. 0 where that cannot be told."""
+    """In GB, of the GPU or of this machine (or the container that this is, on Linux). None where it cannot be told."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0] / 1e9
+    known = []
     if os.path.exists("/proc/meminfo"):
         with open("/proc/meminfo") as f:
-            return next(int(line.split()[1]) * 1024 / 1e9 for line in f if line.startswith("MemAvailable"))
-    if hasattr(os, "sysconf"):  # macOS, where half of what is there is about what can be had
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2e9
-    return 0.0
+            known += [int(line.split()[1]) * 1024 / 1e9 for line in f if line.startswith("MemAvailable")]
+    used, limit = "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.max"
+    if os.path.exists(used) and os.path.exists(limit):
+        with open(used) as f, open(limit) as g:
+            now, most = f.read().strip(), g.read().strip()
+        known += [(int(most) - int(now)) / 1e9] if most.isdigit() else []
+    if not known and hasattr(os, "sysconf"):  # macOS tells the total. About half of that can usually be had
+        known = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2e9]
+    return min(known, default=None)
 
 
 def prompts(is_chat, domain):

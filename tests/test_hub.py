@@ -19,6 +19,13 @@ from model import Qwen2
 model = Qwen2.load("org/tiny", device="cpu")
 print(model([1, 2, 3], model.new_cache(3), 1).sum().item())
 """
+DEFAULT = """
+import pairs, model
+pairs.PAIRS["qwen2.5"] = ("org/tiny", "org/tiny")
+for _ in range(2):
+    print(pairs.default("cpu", None)[0])
+    model.find("org/tiny")
+"""
 
 
 @pytest.fixture
@@ -94,6 +101,11 @@ def test_download_then_offline(hub, tmp_path):
     asked.clear()
     offline = python(["-c", LOAD], tmp_path / "home", HF_ENDPOINT=url, HF_HUB_OFFLINE="1")  # B54
     assert offline.stdout == first.stdout and asked == [], offline.stderr
+
+
+def test_what_was_downloaded_is_the_default(hub, tmp_path):
+    done = python(["-c", DEFAULT], tmp_path / "home", HF_ENDPOINT=hub[0])
+    assert done.stdout.split() == ["tiny", "qwen2.5"], done.stderr
 
 
 def test_what_cannot_be_had_is_one_line(hub, tmp_path):

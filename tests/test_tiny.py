@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from tokenizers import Tokenizer
 
 import bench
 import pairs
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 FILES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 TARGET, DRAFT = pairs.PAIRS["tiny"]
 sys.path.insert(0, str(ROOT / "tiny"))
+import report  # noqa: E402
 import train  # noqa: E402
 
 
@@ -28,6 +30,12 @@ def greedy_by_transformers(folder, ids, count):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     options = {"attention_mask": torch.ones(1, len(ids)), "max_new_tokens": count, "do_sample": False}
     return model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist()
+
+
+def greedy_by_model_py(model, ids, count):
+    """Without a cache, and up to the end of text."""
+    written, (end,) = oracle(model, ids, count), model.config.eos
+    return written[: written.index(end) + 1] if end in written else written
 
 
 def test_the_folders_are_plain_checkpoints():
@@ -45,7 +53,7 @@ def test_transformers_writes_the_same_greedy_text(folder):
     model, text = Qwen2.load(folder, bits=32, device="cpu"), Text(folder, Config.read(folder).eos)
     for domain in pairs.prompts(text.is_chat, "all").values():
         ids = text.prompt(domain[0])
-        assert greedy_by_transformers(folder, ids, 32) == oracle(model, ids, 32)
+        assert greedy_by_transformers(folder, ids, 32) == greedy_by_model_py(model, ids, 32)
 
 
 def test_transformers_reads_the_same_ids():
@@ -86,7 +94,7 @@ def test_smoke(tmp_path):
         folder = str(tmp_path / name)
         model, text = Qwen2.load(folder, bits=32, device="cpu"), Text(folder, Config.read(folder).eos)
         ids = text.prompt("import os\n\ndef main(")
-        assert greedy_by_transformers(folder, ids, 16) == oracle(model, ids, 16)
+        assert greedy_by_transformers(folder, ids, 16) == greedy_by_model_py(model, ids, 16)
 
 
 @pytest.fixture
@@ -95,7 +103,7 @@ def small(monkeypatch):
     small |= {"num_attention_heads": 1, "num_key_value_heads": 1, "eos_token_id": 0}
     monkeypatch.setattr(train, "CONFIG", small)
     ids = torch.randint(32, (1000,), generator=torch.Generator().manual_seed(0))
-    return {"code": ids}, {"target": 220, "rows": 1, "length": 16}
+    return {"code": ids}, {"target": 220, "length": 16}
 
 
 def test_an_interruption_changes_nothing(small, tmp_path, monkeypatch):
@@ -124,18 +132,59 @@ def test_the_trained_model_is_the_one_that_model_py_runs(tmp_path):
     """Same logits, and sampling with a cache at temperature 0 is greedy decoding without one."""
     config = train.CONFIG | {"num_hidden_layers": 2}
     model = train.Qwen2(config)
+    generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
         if name.endswith("bias"):
-            torch.nn.init.normal_(weight)
+            torch.nn.init.normal_(weight, generator=generator)
     model.bfloat16().float()  # what the file can hold
-    from tokenizers import Tokenizer
-
     train.write(model, Tokenizer.from_file(TARGET + "/tokenizer.json"), tmp_path / "m")
-    loaded, ids = Qwen2.load(str(tmp_path / "m"), bits=32, device="cpu"), torch.randint(4096, (3, 40))
+    loaded = Qwen2.load(str(tmp_path / "m"), bits=32, device="cpu")
+    ids = torch.randint(4096, (3, 40), generator=generator)
     with torch.no_grad():
         ours = torch.stack([loaded(row, loaded.new_cache(40), 40) for row in ids])
         torch.testing.assert_close(model(ids), ours, atol=2e-4, rtol=1e-4)
-    generator = torch.Generator().manual_seed(0)
     amp = torch.autocast("cpu", enabled=False)
     written = train.sample(model, ids[:2, :8], 20, torch.tensor([[0.0], [1.0]]), generator, amp)
     assert written[0, 8:].tolist() == oracle(loaded, ids[0, :8].tolist(), 12) != written[1, 8:].tolist()
+
+
+def test_samples_have_the_targets_distribution(small):
+    """At a temperature, over many rows with one beginning: total variation from softmax(logits / t)."""
+    data, _ = small
+    model, rows, t = train.Qwen2(train.CONFIG), 20_000, 0.5
+    torch.nn.init.normal_(model.embed_tokens.weight, std=0.3, generator=torch.Generator().manual_seed(1))
+    beginning = data["code"][:5].expand(rows, 5)
+    generator, amp = torch.Generator().manual_seed(2), torch.autocast("cpu", enabled=False)
+    drawn = train.sample(model, beginning, 6, torch.full((rows, 1), t), generator, amp)[:, 5]
+    with torch.no_grad():
+        p = (model(beginning[:1])[0, -1] / t).softmax(-1)
+    assert (p - 1 / 32).abs().sum() / 2 > 0.2  # so that a draw without the logits would be seen
+    assert (drawn.bincount(minlength=32) / rows - p).abs().sum() / 2 < 0.03
+
+
+def test_whole_files_are_held_out(tmp_path):
+    text = train.corpus.read(tmp_path, smoke=True)
+    for parts in text.values():
+        names = {part: {name for name, _ in files} for part, files in parts.items()}
+        assert names["train"] and names["held"] and not names["train"] & names["held"]
+    assert train.corpus.read(tmp_path) == text  # kept, so that going on sees the same
+    for domain, beginnings in train.corpus.prompts(text).items():
+        assert len(beginnings) == 5
+        assert all(any(beginning in content for _, content in text[domain]["held"]) for beginning in beginnings)
+
+
+def test_another_plan_is_refused(tmp_path):
+    (tmp_path / "plan.json").write_text("[]")
+    command = [sys.executable, str(ROOT / "tiny" / "train.py"), "--smoke", "--work", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and str(tmp_path) in done.stderr
+
+
+@pytest.mark.parametrize("body, ended, answer", [
+    ("        return 1\n\n    def g", False, True),
+    ("        return (1\n\n    def g", False, False),
+    ("        return 1\n", True, True),
+    ("        return 1\n        x = 2", False, None),
+])  # fmt: skip
+def test_whether_a_function_parses(body, ended, answer):
+    assert report.parses("    def f(self):\n", body, ended) is answer

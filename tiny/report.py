@@ -43,14 +43,15 @@ def score(target, draft, ids, name):
     return (sums / predicted).tolist()
 
 
-def write(pair, text, beginning, count, temperature, seed=0):
-    """What the pair writes behind a beginning: up to `count` tokens, as text."""
+def write(pair, text, beginning, count, temperature):
+    """What the pair writes behind a beginning, up to `count` tokens: the text, and whether it came to its end."""
     target, draft = pair
-    ids, generator = text.prompt(beginning), torch.Generator().manual_seed(seed)
+    ids, generator = text.prompt(beginning), torch.Generator().manual_seed(0)
     sampling = {"temperature": temperature, "generator": generator}
     drafter = DraftModel(draft, len(ids) + count, **sampling)
     rounds = speculative_decode(target, drafter, ids, count, eos=target.config.eos, **sampling)
-    return text.decode([id for round in rounds for id in round.tokens])
+    written = [id for round in rounds for id in round.tokens]
+    return text.decode(written), written[-1] in target.config.eos
 
 
 def functions(files, count):
@@ -62,21 +63,22 @@ def functions(files, count):
                 end = content.index("\n", at + 1) + 1
                 if content[at:end].endswith("):\n"):
                     found.append((content[max(0, at - 600) : at + 1], content[at + 1 : end]))
-    return found[:: max(1, len(found) // count)][:count]
+    return [found[i * len(found) // count] for i in range(min(count, len(found)))]
 
 
-def parses(head, body):
-    """Whether head and the lines of body that are indented deeper are Python. None if the function does not end."""
+def parses(head, body, ended):
+    """Whether head and the lines of body that are indented deeper are Python. None if the function has no end."""
     indent, lines = len(head) - len(head.lstrip()), []
     for line in body.splitlines():
         if line.strip() and len(line) - len(line.lstrip()) <= indent:
+            ended = True
             break
         lines.append(line)
-    else:
+    if not ended:
         return None
     try:
         ast.parse(textwrap.dedent(head + "\n".join(lines) + "\n"))
-    except SyntaxError:
+    except (SyntaxError, ValueError):  # ValueError: a NUL in it
         return False
     return True
 
@@ -96,13 +98,8 @@ def plot(file):
     figure.savefig(file)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=pathlib.Path, default=HERE / "work" / "full", help="of train.py")
-    parser.add_argument("--plot", metavar="FILE", help="draw the curves, and nothing else")
-    args = parser.parse_args()
-    if args.plot:
-        return plot(args.plot)
+def report(work):
+    """All but the picture."""
     folders = [HERE / name for name in ("target", "draft")]
     pair = [Qwen2.load(str(folder), bits=32, device="cpu") for folder in folders]
     text = Text(str(folders[0]), Config.read(str(folders[0])).eos)
@@ -110,7 +107,7 @@ def main():
         size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
         print(f"{folder.name:<8}{model.config.num_hidden_layers:>3} layers, {size:.1f} MB")
 
-    held = {domain: parts["held"] for domain, parts in corpus.read(args.work / "packages").items()}
+    held = {domain: parts["held"] for domain, parts in corpus.read(work).items()}
     print("\nHeld-out text: bits per byte, and the share of drafts that would be kept")
     print("domain        bytes   target    draft   temperature 1   greedy")
     for domain, files in held.items():
@@ -122,7 +119,7 @@ def main():
 
     answers = []
     for before, head in tqdm(functions(held["code"], 50), "functions", disable=None, leave=False):
-        answers.append(parses(head, write(pair, text, before + head, 200, temperature=0.5)))
+        answers.append(parses(head, *write(pair, text, before + head, 200, temperature=0.5)))
     ended = [answer for answer in answers if answer is not None]
     print(f"\nOf {len(answers)} functions begun by held-out code and written on at temperature 0.5, {len(ended)} ended")
     print(f"within 200 tokens, and {sum(ended)} of these are Python that parses.")
@@ -131,7 +128,27 @@ def main():
         prompts = json.load(f)
     for domain, (first, *_) in prompts.items():
         print(f"\n--- {domain}, at temperature 0.8, behind this line:\n{first.splitlines()[-1]}\n")
-        print(write(pair, text, first, 120, temperature=0.8))
+        print(write(pair, text, first, 120, temperature=0.8)[0])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=pathlib.Path, default=HERE / "work" / "full", help="of train.py, for the text")
+    parser.add_argument("--plot", metavar="FILE", help="draw the curves, and nothing else")
+    args = parser.parse_args()
+    try:
+        if args.plot:
+            plot(args.plot)
+        else:
+            args.work.mkdir(parents=True, exist_ok=True)
+            report(args.work)
+    except ImportError:
+        sys.exit("report.py: --plot draws with matplotlib: pip install matplotlib")
+    except (OSError, ValueError) as error:
+        print(f"report.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -11,41 +11,28 @@ import json
 import math
 import os
 import pathlib
+import sys
 
 import corpus
 import torch
 import torch.nn.functional as F
 from huggingface_hub.utils import tqdm
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 from torch import nn
 
-# Deep and narrow: at this size a step costs what its operators cost to start, so that 1 layer is a draft many times as
-# fast as 12. Width 256 makes 4 heads of 64 channels, the head size of Qwen2.5-0.5B.
+# Deep and narrow: at this size a step costs what its operators cost to start, so the draft's layers are what it costs.
 CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 256,
-    "intermediate_size": 640,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "vocab_size": 4096,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "initializer_range": 0.05,
-    "eos_token_id": 4093,  # <|endoftext|>
-    "torch_dtype": "bfloat16",
-}
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "torch_dtype": "bfloat16",
+    "num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 640,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "rope_theta": 10000.0,
+    "vocab_size": 4096, "tie_word_embeddings": True, "eos_token_id": 4093,  # <|endoftext|>
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "use_sliding_window": False, "initializer_range": 0.05,
+}  # fmt: skip
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DRAFT_CONFIG = CONFIG | {"num_hidden_layers": 1}
-# Steps of each model; windows of each domain in a batch; tokens in a window; batches of 48 texts by the target itself.
-FULL = {"target": 7000, "draft": 2000, "rows": 1, "length": 512, "samples": 60}
-SMOKE = {"target": 150, "draft": 100, "rows": 1, "length": 128, "samples": 1}
+# Steps of each model, with one window of each domain; tokens in a window; texts of each domain by the target itself.
+FULL = {"target": 4500, "draft": 2000, "length": 512, "texts": 960}
+SMOKE = {"target": 150, "draft": 100, "length": 128, "texts": 16}
 
 
 class Layer(nn.Module):
@@ -104,19 +91,19 @@ class Qwen2(nn.Module):
                 nn.init.zeros_(weight)
 
     def forward(self, ids, caches=None, start=0):
-        """ids [batch, T] -> logits [batch, T, vocab]. With caches, `start` tokens are in there already, and T is 1."""
-        half = self.config["hidden_size"] // self.config["num_attention_heads"] // 2
+        """ids [batch, T] -> logits [batch, T, vocab], float32. With caches, `start` tokens are in them already."""
+        half, length = self.layers[0].head_dim // 2, ids.shape[1]
         frequencies = self.config["rope_theta"] ** -(torch.arange(half, device=ids.device) / half)
-        angles = torch.outer(torch.arange(start, start + ids.shape[1], device=ids.device), frequencies)
+        angles = torch.outer(torch.arange(start, start + length, device=ids.device), frequencies)
         rope = angles.cos().repeat(1, 2), torch.cat([-angles.sin(), angles.sin()], -1)  # [T, 64]
         if torch.is_autocast_enabled(ids.device.type):  # or all that is rotated would be promoted to float32
             rope = [part.bfloat16() for part in rope]
-        length = ids.shape[1]
         mask = torch.full((length, start + length), -math.inf, device=ids.device, dtype=rope[0].dtype).triu(start + 1)
         x = self.embed_tokens(ids)
         for i, layer in enumerate(self.layers):
             x = layer(x, rope, mask, None if caches is None else caches[i], start)
-        return F.linear(self.norm(x), self.embed_tokens.weight)
+        with torch.autocast(ids.device.type, enabled=False):  # logits of 8 bits' precision would tie
+            return F.linear(self.norm(x).float(), self.embed_tokens.weight)
 
 
 def mean_of_each(data, values):
@@ -131,22 +118,20 @@ def save(content, path):
 
 
 def train(name, model, loss_of, evaluate, steps, peak, work):
-    """AdamW with a cosine. loss_of(step) gives a loss, evaluate() {what: number}. Returns what that was, step by step.
+    """AdamW with a cosine. loss_of(step) gives a loss, evaluate() {what: number}. Returns that, of every 100th step.
 
-    Saves to work/name.pt every 100 steps and begins from there. Since a step picks its text by its number, the model
-    that comes out is the same with and without an interruption.
+    Goes on from work/name.pt. As a step picks its text by its number, an interruption changes nothing.
     """
     path, start, curve = work / f"{name}.pt", 0, []
     decayed = [{"params": [w for w in model.parameters() if w.dim() == 2], "weight_decay": 0.1}]
     others = [{"params": [w for w in model.parameters() if w.dim() < 2], "weight_decay": 0.0}]  # norms and biases
     optimizer = torch.optim.AdamW(decayed + others, betas=(0.9, 0.98), fused=True)
     if path.exists():
-        saved = torch.load(path, weights_only=True)
+        saved = torch.load(path, weights_only=True, map_location=DEVICE)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         start, curve = saved["step"], saved["curve"]
-    if not curve:
-        curve.append({"step": 0, **evaluate()})
+    curve = curve or [{"step": 0, **evaluate()}]
     with tqdm(total=steps, initial=start, desc=name, unit="step", disable=None) as bar:
         for step in range(start, steps):
             warmup, cosine = (step + 1) / min(100, steps / 2), (1 + math.cos(math.pi * step / steps)) / 2
@@ -175,14 +160,14 @@ def train_target(data, held, plan, work, amp):
         batch = batch.to(DEVICE)
         with amp:
             logits = model(batch[:, :-1])
-        return F.cross_entropy(logits.float().transpose(1, 2), batch[:, 1:], reduction="none")  # [rows, T], in nats
+        return F.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none")  # [rows, T], in nats
 
     @torch.no_grad()
     def evaluate():
         return mean_of_each(held, losses(corpus.windows(held, 0, 4, plan["length"])))
 
     def loss_of(step):
-        return losses(corpus.windows(data, step, plan["rows"], plan["length"])).mean()
+        return losses(corpus.windows(data, step, 1, plan["length"])).mean()
 
     return model, train("target", model, loss_of, evaluate, plan["target"], 2e-3, work)
 
@@ -190,54 +175,59 @@ def train_target(data, held, plan, work, amp):
 @torch.no_grad()
 def sample(model, prompts, length, temperature, generator, amp):
     """Continue prompts [rows, T] to [rows, length], each row at its own temperature [rows, 1]; 0 is greedy."""
-    c = model.config
+    c, device = model.config, prompts.device
     shape = c["num_hidden_layers"], 2, len(prompts), c["num_key_value_heads"], length, model.layers[0].head_dim
     ids, start = prompts, 0
     with amp:
-        dtype = torch.get_autocast_dtype(DEVICE) if torch.is_autocast_enabled(DEVICE) else torch.float32
-        caches = torch.zeros(shape, device=DEVICE, dtype=dtype)
+        mixed = torch.is_autocast_enabled(device.type)
+        caches = torch.zeros(shape, device=device, dtype=torch.bfloat16 if mixed else torch.float32)
         while ids.shape[1] < length:
-            logits = model(ids[:, start:], caches, start)[:, -1].float()
+            logits = model(ids[:, start:], caches, start)[:, -1]
             # The largest of logits / t + Gumbel noise is a draw from softmax(logits / t). Times t, it may also be 0.
             noise = -torch.empty_like(logits).exponential_(generator=generator).log()
             start, ids = ids.shape[1], torch.cat([ids, (logits + temperature * noise).argmax(-1, keepdim=True)], 1)
     return ids
 
 
+def own_text(target, data, plan, work, amp):
+    """What the target writes behind the beginnings of real text, text after text as in the corpus: ids [tokens]."""
+    path, rows = work / "own.pt", 16
+    if not path.exists():
+        generator, texts = torch.Generator(DEVICE).manual_seed(0), []
+        for batch in tqdm(range(plan["texts"] // rows), "sampling", unit="batch", disable=None):
+            prompts = corpus.windows(data, -1 - batch, rows, plan["length"] // 8 - 1)  # by a number that no step has
+            # A third of them greedily, as that is how the pair is mostly used; the others at temperatures up to 1.
+            temperature = (1.5 * torch.rand(len(prompts), 1, device=DEVICE, generator=generator) - 0.5).clamp(min=0)
+            text = sample(target, prompts.to(DEVICE), plan["length"] // 2 - 1, temperature, generator, amp)
+            texts.append(F.pad(text, (0, 1), value=CONFIG["eos_token_id"]).flatten().cpu())
+        save(torch.cat(texts), path)
+    return torch.load(path, weights_only=True)
+
+
 def distil(target, data, held, plan, work, amp):
-    """The draft, on the target's distribution: over the same text and, as it will be asked, over the target's own text.
+    """The draft, on the target's distribution: over the same text and, as it will be asked, over the target's own.
 
     A draft is kept with probability sum(min(p, q)) (Leviathan et al. 2023, corollary 3.6): `evaluate` gives its mean.
     """
-    path = work / "samples.pt"
-    if not path.exists():
-        generator, texts = torch.Generator(DEVICE).manual_seed(0), []
-        for batch in tqdm(range(plan["samples"]), "sampling", unit="batch", disable=None):
-            prompts = corpus.windows(data, -1 - batch, 16, plan["length"] // 4 - 1).to(DEVICE)  # no step has this seed
-            # A third of them greedily, as that is how the pair is mostly used; the others at temperatures up to 1.
-            temperature = (1.5 * torch.rand(len(prompts), 1, device=DEVICE, generator=generator) - 0.5).clamp(min=0)
-            texts.append(sample(target, prompts, plan["length"] // 2, temperature, generator, amp).flatten().cpu())
-        save(torch.cat(texts), path)
-    own = torch.load(path, weights_only=True)  # [tokens], one text behind the other
+    own = own_text(target, data, plan, work, amp)
     model = Qwen2(DRAFT_CONFIG).to(DEVICE)
     model.load_state_dict({name: weight for name, weight in target.state_dict().items() if name in model.state_dict()})
 
     def log_probs(batch):
+        batch = batch[:, :-1].to(DEVICE)  # the last has nothing to predict
         with amp:
             with torch.no_grad():
-                p = target(batch)
-            q = model(batch)
-        return p.float().log_softmax(-1), q.float().log_softmax(-1)
+                p = target(batch).log_softmax(-1)
+            return p, model(batch).log_softmax(-1)
 
     @torch.no_grad()
     def evaluate():
-        p, q = log_probs(corpus.windows(held, 0, 4, plan["length"]).to(DEVICE))
+        p, q = log_probs(corpus.windows(held, 0, 4, plan["length"]))
         return mean_of_each(held, torch.minimum(p, q).exp().sum(-1))
 
     def loss_of(step):
-        text = corpus.windows(data, step, plan["rows"], plan["length"])
-        both = torch.cat([text, corpus.windows({"own": own}, step, len(text), plan["length"])])
-        p, q = log_probs(both.to(DEVICE))
+        text = corpus.windows(data, step, 1, plan["length"])
+        p, q = log_probs(torch.cat([text, corpus.windows({"own": own}, step, len(text), plan["length"])]))
         return F.kl_div(q, p, reduction="none", log_target=True).sum(-1).mean()  # KL(p || q)
 
     return model, train("draft", model, loss_of, evaluate, plan["draft"], 2e-3, work)
@@ -258,39 +248,51 @@ def write(model, tokenizer, folder):
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
-def main(argv=None):
+def run(args):
+    """Text, tokenizer, target, draft: each is read from the work folder if it is there already."""
     here = pathlib.Path(__file__).resolve().parent
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="a minute of everything, for the tests")
-    parser.add_argument("--work", type=pathlib.Path, help="for downloads and what can be gone on with: tiny/work/...")
-    parser.add_argument("--out", type=pathlib.Path, help="for the models. Default: tiny, with --smoke as --work")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of matmuls. Default: bfloat16 on a GPU only")
-    args = parser.parse_args(argv)
     work = args.work or here / "work" / ("smoke" if args.smoke else "full")
     out = args.out or (work if args.smoke else here)
     plan = SMOKE if args.smoke else FULL
     work.mkdir(parents=True, exist_ok=True)
+    path, begun = work / "plan.json", json.dumps([plan, CONFIG, DRAFT_CONFIG])
+    if path.exists() and path.read_text() != begun:
+        raise ValueError(f"{work} holds a training with other sizes or steps: delete it, or take another --work")
+    path.write_text(begun)
 
-    text = corpus.read(work / "packages", args.smoke)
-    if not (work / "tokenizer.json").exists():
-        corpus.make_tokenizer(text, CONFIG["vocab_size"]).save(str(work / "tokenizer.json"))
-    tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
+    text = corpus.read(work, args.smoke)
+    tokenizer = corpus.make_tokenizer(text, CONFIG["vocab_size"], work / "tokenizer.json")
     data = {domain: corpus.encode(tokenizer, parts["train"]) for domain, parts in text.items()}
     held = {domain: corpus.encode(tokenizer, parts["held"]) for domain, parts in text.items()}
     for domain in text:
         print(f"{domain:<9}{len(data[domain]):>10,} tokens to train on,{len(held[domain]):>8,} held out")
 
-    dtype = args.dtype or ("float32" if DEVICE == "cpu" else "bfloat16")
-    amp = torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == "bfloat16")
+    mixed = args.dtype == "bfloat16" or (DEVICE == "cuda" and not args.dtype)
+    amp = torch.autocast(DEVICE, torch.bfloat16, enabled=mixed)
     print("target: held-out loss in nats a token")
     target, loss = train_target(data, held, plan, work, amp)
     print("draft: how much of a draft would be kept on held-out text, at temperature 1")
     draft, kept = distil(target, data, held, plan, work, amp)
-    for name, model in (("target", target), ("draft", draft)):
-        write(model, tokenizer, out / name)
+    write(target, tokenizer, out / "target")
+    write(draft, tokenizer, out / "draft")
     for name, content in (("prompts.json", corpus.prompts(text)), ("curves.json", {"target": loss, "draft": kept})):
         (out / name).write_text(json.dumps(content, indent=1) + "\n")
     print(f"wrote {out / 'target'} and {out / 'draft'}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="a minute of everything, for the tests")
+    parser.add_argument("--work", type=pathlib.Path, help="for downloads and checkpoints. Default: tiny/work/...")
+    parser.add_argument("--out", type=pathlib.Path, help="for the models. Default: tiny, with --smoke as --work")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of matmuls. Default: bfloat16 on a GPU only")
+    try:
+        run(parser.parse_args())
+    except (OSError, ValueError) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":
