@@ -24,7 +24,7 @@ from speculative import DraftModel, speculative_decode
 from text import Stream, Text, check_same_ids
 
 # One prompt, decoded once. The first round, which reads the prompt, is in `ids` but in none of the numbers.
-Run = namedtuple("Run", "ids seconds tokens rounds drafted accepted")
+Run = namedtuple("Run", "ids seconds tokens rounds drafted accepted rejected")
 
 
 def now(device):
@@ -54,6 +54,7 @@ def decode(pair, ids, gamma, args, limit, show=lambda round: None):
         rounds=len(rounds) - 1,
         drafted=sum(round.drafted for round in rounds[1:]),
         accepted=sum(round.accepted for round in rounds[1:]),
+        rejected=sum(round.accepted < round.drafted for round in rounds[1:]),  # at most one draft a round
     )
 
 
@@ -99,6 +100,7 @@ def summary(domain, mode, gamma, runs, plain, c, v):
     """One row of the table and of the JSON file. runs, plain: for each repetition, the Run of each prompt."""
     first, times = total(runs[0]), [(speed(total(a)), speed(total(b))) for a, b in zip(runs, plain, strict=True)]
     rounds = max(first.rounds, 1)
+    a = first.accepted / max(first.accepted + first.rejected, 1)  # of the drafts that were judged
     return {
         "domain": domain,
         "mode": mode,
@@ -109,6 +111,7 @@ def summary(domain, mode, gamma, runs, plain, c, v):
         "accepted": first.accepted,
         "acceptance_rate": first.accepted / max(first.drafted, 1),
         "tokens_per_round": first.tokens / rounds,
+        "tokens_per_round_theory": sum(a**i for i in range(gamma + 1)),  # = (1 - a^(gamma + 1)) / (1 - a)
         "tokens_per_second": statistics.median(a for a, _ in times),
         "speedup": statistics.median(a / b if b else 0.0 for a, b in times),
         "predicted_speedup": first.tokens / (rounds * v + first.drafted * c) if gamma else 1.0,
@@ -116,13 +119,15 @@ def summary(domain, mode, gamma, runs, plain, c, v):
     }
 
 
-HEADER = "domain     mode         gamma   tok/s  speed-up  predicted  accepted  tok/round  same text"
+HEADER = "domain     mode         gamma   tok/s  speed-up  predicted  accepted  tok/round  theory  same text"
 LEGEND = """
 tok/s      tokens a second, the median of {repeat}. Reading the prompt is not part of it.
 speed-up   tok/s over that of the plain row: the same target, prompts and lengths, decoded in turn. Median of {repeat}.
 predicted  tok/round / (v + c drafts/round). A target pass over {rows} rows costs v = {v:.2f} passes over 1 row, a draft
            step c = {c:.2f}; both were measured just now, so this tells whether the speed-up is understood.
 accepted   drafted tokens that the target kept. tok/round also counts the one that it adds itself.
+theory     tok/round if each draft that is judged had the same chance: (1 - a^{rows}) / (1 - a), where a is the share of
+           these that were kept (Leviathan et al. 2023, eq. 1). Drafts behind a rejected one are never judged.
 same text  prompts whose greedy text is that of plain decoding, token for token."""
 
 
@@ -132,7 +137,8 @@ def line(row, parted):
     cells += f"{row['tokens_per_second']:>8.2f}{row['speedup']:>9.2f}x"
     if row["mode"] != "plain":
         cells += f"{row['predicted_speedup']:>10.2f}x{row['acceptance_rate']:>9.0%} {row['tokens_per_round']:>10.2f}"
-        cells += f"{parted.count(None):>8} of {len(parted)}" if parted else ""
+        cells += f"{row['tokens_per_round_theory']:>8.2f}"
+        cells += f"{parted.count(None):>6} of {len(parted)}" if parted else ""
     return cells
 
 

@@ -63,7 +63,7 @@ def test_the_pair_as_its_own_draft_keeps_everything(tmp_path, capsys):  # B11, t
 @pytest.mark.parametrize("gamma, c, a, expected", [(4, 0.3, 0.5, 0.88), (4, 0.1, 0.8, 2.40)])
 def test_prediction(gamma, c, a, expected):  # B63
     rounds, per_round = 10000, (1 - a ** (gamma + 1)) / (1 - a)
-    run = bench.Run([], 1.0, round(rounds * per_round), rounds, rounds * gamma, 0)
+    run = bench.Run([], 1.0, round(rounds * per_round), rounds, rounds * gamma, 0, 0)
     row = bench.summary("code", "speculative", gamma, [[run]], [[run]], c, 1.0)
     assert row["predicted_speedup"] == pytest.approx(expected, abs=0.005)
 
@@ -73,9 +73,11 @@ def test_what_is_counted(monkeypatch):  # B68: rounds (4, 4), (4, 0), (2, 1) beh
     monkeypatch.setattr(bench, "speculative_decode", lambda *_, **__: iter(rounds))
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=8, eos=[]), device=torch.device("cpu"))
     run = bench.decode((model, model), [1], 4, options(), 99)
-    assert (run.tokens, run.rounds, run.drafted, run.accepted) == (8, 3, 10, 5) and len(run.ids) == 9
+    assert (run.tokens, run.rounds, run.drafted, run.accepted, run.rejected) == (8, 3, 10, 5, 2) and len(run.ids) == 9
     row = bench.summary("code", "speculative", 4, [[run]], [[run]], 0.1, 1.0)
     assert row["acceptance_rate"] == 0.5 and row["tokens_per_round"] == pytest.approx(8 / 3)
+    a = 5 / 7  # 7 drafts were judged
+    assert row["tokens_per_round_theory"] == pytest.approx((1 - a**5) / (1 - a))
 
 
 def test_what_is_timed(monkeypatch):  # B65: a clock that moves with the work. Prefill is slow and must not count

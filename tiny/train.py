@@ -29,10 +29,10 @@ CONFIG = {
     "hidden_act": "silu", "rms_norm_eps": 1e-6, "use_sliding_window": False, "initializer_range": 0.05,
 }  # fmt: skip
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DRAFT_CONFIG = CONFIG | {"num_hidden_layers": 1}
-# Steps of each model, with one window of each domain; tokens in a window; texts of each domain by the target itself.
-FULL = {"target": 4500, "draft": 2000, "length": 512, "texts": 960}
-SMOKE = {"target": 150, "draft": 100, "length": 128, "texts": 16}
+DRAFT_CONFIG = CONFIG | {"num_hidden_layers": 1, "intermediate_size": 1536}
+# Steps of each model; tokens in a window; batches of text that the target writes for the draft, 80 texts each.
+FULL = {"target": 4500, "draft": 3600, "length": 512, "batches": 32}
+SMOKE = {"target": 150, "draft": 100, "length": 128, "batches": 1}
 
 
 class Layer(nn.Module):
@@ -56,7 +56,7 @@ class Layer(nn.Module):
         y = self.input_layernorm(x)
         q, k, v = (self.self_attn[name](y) for name in ("q_proj", "k_proj", "v_proj"))
         q, k, v = (z.view(batch, length, -1, self.head_dim).transpose(1, 2) for z in (q, k, v))  # [batch, heads, T, 64]
-        q, k = rotate(q, *rope), rotate(k, *rope)
+        q, k = (z * rope[0] + z.roll(self.head_dim // 2, -1) * rope[1] for z in (q, k))
         if cache is not None:  # [2, batch, kv_heads, longest, 64]: sampling, a token at a time
             cache[0, :, :, start : start + length], cache[1, :, :, start : start + length] = k, v
             k, v = cache[:, :, :, : start + length]
@@ -68,10 +68,6 @@ class Layer(nn.Module):
         x = x + self.self_attn["o_proj"](y.transpose(1, 2).reshape(batch, length, -1))
         y = self.post_attention_layernorm(x)
         return x + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](y)) * self.mlp["up_proj"](y))
-
-
-def rotate(x, cos, sin):
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 class Qwen2(nn.Module):
@@ -95,10 +91,9 @@ class Qwen2(nn.Module):
         half, length = self.layers[0].head_dim // 2, ids.shape[1]
         frequencies = self.config["rope_theta"] ** -(torch.arange(half, device=ids.device) / half)
         angles = torch.outer(torch.arange(start, start + length, device=ids.device), frequencies)
-        rope = angles.cos().repeat(1, 2), torch.cat([-angles.sin(), angles.sin()], -1)  # [T, 64]
-        if torch.is_autocast_enabled(ids.device.type):  # or all that is rotated would be promoted to float32
-            rope = [part.bfloat16() for part in rope]
-        mask = torch.full((length, start + length), -math.inf, device=ids.device, dtype=rope[0].dtype).triu(start + 1)
+        dtype = torch.bfloat16 if torch.is_autocast_enabled(ids.device.type) else torch.float32  # of q and k
+        rope = angles.cos().repeat(1, 2).to(dtype), torch.cat([-angles.sin(), angles.sin()], -1).to(dtype)  # [T, 64]
+        mask = torch.full((length, start + length), -math.inf, device=ids.device, dtype=dtype).triu(start + 1)
         x = self.embed_tokens(ids)
         for i, layer in enumerate(self.layers):
             x = layer(x, rope, mask, None if caches is None else caches[i], start)
@@ -179,8 +174,8 @@ def sample(model, prompts, length, temperature, generator, amp):
     shape = c["num_hidden_layers"], 2, len(prompts), c["num_key_value_heads"], length, model.layers[0].head_dim
     ids, start = prompts, 0
     with amp:
-        mixed = torch.is_autocast_enabled(device.type)
-        caches = torch.zeros(shape, device=device, dtype=torch.bfloat16 if mixed else torch.float32)
+        dtype = torch.bfloat16 if torch.is_autocast_enabled(device.type) else torch.float32
+        caches = torch.zeros(shape, device=device, dtype=dtype)
         while ids.shape[1] < length:
             logits = model(ids[:, start:], caches, start)[:, -1]
             # The largest of logits / t + Gumbel noise is a draw from softmax(logits / t). Times t, it may also be 0.
@@ -190,45 +185,52 @@ def sample(model, prompts, length, temperature, generator, amp):
 
 
 def own_text(target, data, plan, work, amp):
-    """What the target writes behind the beginnings of real text, text after text as in the corpus: ids [tokens]."""
-    path, rows = work / "own.pt", 16
+    """What the target writes behind the beginnings of real text, code above all: ids [texts, length / 2]."""
+    path = work / "own.pt"
     if not path.exists():
         generator, texts = torch.Generator(DEVICE).manual_seed(0), []
-        for batch in tqdm(range(plan["texts"] // rows), "sampling", unit="batch", disable=None):
-            prompts = corpus.windows(data, -1 - batch, rows, plan["length"] // 8 - 1)  # by a number that no step has
+        for batch in tqdm(range(plan["batches"]), "sampling", unit="batch", disable=None):
+            seed, beginning = -1 - batch, plan["length"] // 8 - 1  # no step has a negative number
+            some = corpus.windows(data, seed, 16, beginning)
+            more = corpus.windows({"code": data["code"]}, seed, 48, beginning)[16:]  # the first 16 are those of `some`
+            prompts = torch.cat([some, more])
             # A third of them greedily, as that is how the pair is mostly used; the others at temperatures up to 1.
             temperature = (1.5 * torch.rand(len(prompts), 1, device=DEVICE, generator=generator) - 0.5).clamp(min=0)
-            text = sample(target, prompts.to(DEVICE), plan["length"] // 2 - 1, temperature, generator, amp)
-            texts.append(F.pad(text, (0, 1), value=CONFIG["eos_token_id"]).flatten().cpu())
+            texts.append(sample(target, prompts.to(DEVICE), plan["length"] // 2, temperature, generator, amp).cpu())
         save(torch.cat(texts), path)
     return torch.load(path, weights_only=True)
 
 
 def distil(target, data, held, plan, work, amp):
-    """The draft, on the target's distribution: over the same text and, as it will be asked, over the target's own.
+    """The draft, on the target's distribution over text that the target wrote, as that is where it will be asked.
 
     A draft is kept with probability sum(min(p, q)) (Leviathan et al. 2023, corollary 3.6): `evaluate` gives its mean.
     """
     own = own_text(target, data, plan, work, amp)
-    model = Qwen2(DRAFT_CONFIG).to(DEVICE)
-    model.load_state_dict({name: weight for name, weight in target.state_dict().items() if name in model.state_dict()})
 
-    def log_probs(batch):
-        batch = batch[:, :-1].to(DEVICE)  # the last has nothing to predict
+    @torch.no_grad()
+    def ask_target(ids):
         with amp:
-            with torch.no_grad():
-                p = target(batch).log_softmax(-1)
-            return p, model(batch).log_softmax(-1)
+            return target(ids.to(DEVICE)).log_softmax(-1)
+
+    p_own = torch.cat([ask_target(some).half().cpu() for some in own.split(8)])  # 5 GB, so as to ask only once
+    model = Qwen2(DRAFT_CONFIG).to(DEVICE)
+    new, old = model.state_dict(), target.state_dict()  # begin as the target without most of its layers
+    model.load_state_dict({n: old[n] if n in old and old[n].shape == new[n].shape else new[n] for n in new})
 
     @torch.no_grad()
     def evaluate():
-        p, q = log_probs(corpus.windows(held, 0, 4, plan["length"]))
-        return mean_of_each(held, torch.minimum(p, q).exp().sum(-1))
+        ids = corpus.windows(held, 0, 4, plan["length"] - 1)
+        with amp:
+            q = model(ids.to(DEVICE)).log_softmax(-1)
+        return mean_of_each(held, torch.minimum(ask_target(ids), q).exp().sum(-1))
 
     def loss_of(step):
-        text = corpus.windows(data, step, 1, plan["length"])
-        p, q = log_probs(torch.cat([text, corpus.windows({"own": own}, step, len(text), plan["length"])]))
-        return F.kl_div(q, p, reduction="none", log_target=True).sum(-1).mean()  # KL(p || q)
+        picks = torch.randint(len(own), (8,), generator=torch.Generator().manual_seed(step))
+        with amp:
+            q = model(own[picks].to(DEVICE)).log_softmax(-1)
+        p = p_own[picks].to(DEVICE).float()
+        return F.kl_div(q, p, reduction="none", log_target=True).sum(-1).mean()  # KL(p || q), in nats
 
     return model, train("draft", model, loss_of, evaluate, plan["draft"], 2e-3, work)
 
@@ -249,11 +251,10 @@ def write(model, tokenizer, folder):
 
 
 def run(args):
-    """Text, tokenizer, target, draft: each is read from the work folder if it is there already."""
+    """Text, tokenizer, target, draft, each from the work folder as far as it is there already."""
     here = pathlib.Path(__file__).resolve().parent
     work = args.work or here / "work" / ("smoke" if args.smoke else "full")
-    out = args.out or (work if args.smoke else here)
-    plan = SMOKE if args.smoke else FULL
+    plan, out = (SMOKE, work) if args.smoke else (FULL, here)
     work.mkdir(parents=True, exist_ok=True)
     path, begun = work / "plan.json", json.dumps([plan, CONFIG, DRAFT_CONFIG])
     if path.exists() and path.read_text() != begun:
@@ -275,8 +276,8 @@ def run(args):
     draft, kept = distil(target, data, held, plan, work, amp)
     write(target, tokenizer, out / "target")
     write(draft, tokenizer, out / "draft")
-    for name, content in (("prompts.json", corpus.prompts(text)), ("curves.json", {"target": loss, "draft": kept})):
-        (out / name).write_text(json.dumps(content, indent=1) + "\n")
+    (out / "prompts.json").write_text(json.dumps(corpus.prompts(text), indent=1) + "\n")
+    (out / "curves.json").write_text(json.dumps({"target": loss, "draft": kept}, indent=1) + "\n")
     print(f"wrote {out / 'target'} and {out / 'draft'}")
 
 
@@ -284,7 +285,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a minute of everything, for the tests")
     parser.add_argument("--work", type=pathlib.Path, help="for downloads and checkpoints. Default: tiny/work/...")
-    parser.add_argument("--out", type=pathlib.Path, help="for the models. Default: tiny, with --smoke as --work")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of matmuls. Default: bfloat16 on a GPU only")
     try:
         run(parser.parse_args())
