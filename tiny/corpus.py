@@ -167,16 +167,23 @@ def windows(data, step, rows, length):
 
 
 def prompts(text):
-    """{domain: [beginning]}: for bench.py, five times whole lines of some 300 characters, from held-out files."""
+    """{domain: [beginning]}: for bench.py, five times whole lines of 300 characters and more, from held-out files.
+
+    They begin behind an empty line, as a paragraph does, and in code mostly a function.
+    """
     dice, result = random.Random(0), {}
     for domain, parts in text.items():
         long = [content for _, content in parts["held"] if len(content) > 3000]
         result[domain] = []
-        for content in dice.choices(long, [len(content) for content in long], k=5):
+        while len(result[domain]) < 5:
+            (content,) = dice.choices(long, [len(content) for content in long])
             lines = content.splitlines(keepends=True)
-            at, beginning = dice.randrange(len(lines) * 9 // 10), ""
-            while len(beginning) < 300 and at < len(lines):
-                beginning += lines[at]
-                at += 1
-            result[domain].append(beginning)
+            at, beginning = dice.randrange(1, len(lines)), ""
+            if lines[at - 1].strip() or not lines[at].strip():
+                continue
+            for line in lines[at:]:
+                beginning += line
+                if len(beginning) >= 300:
+                    result[domain].append(beginning)
+                    break
     return result

@@ -31,7 +31,7 @@ CONFIG = {
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DRAFT_CONFIG = CONFIG | {"num_hidden_layers": 1, "intermediate_size": 1536}
 # Steps of each model; tokens in a window; batches of text that the target writes for the draft, 80 texts each.
-FULL = {"target": 4500, "draft": 3600, "length": 512, "batches": 32}
+FULL = {"target": 4500, "draft": 5200, "length": 512, "batches": 32}
 SMOKE = {"target": 150, "draft": 100, "length": 128, "batches": 1}
 
 
@@ -185,19 +185,17 @@ def sample(model, prompts, length, temperature, generator, amp):
 
 
 def own_text(target, data, plan, work, amp):
-    """What the target writes behind the beginnings of real text, code above all: ids [texts, length / 2]."""
+    """What the target writes behind the beginnings of real text: {domain: ids [texts, length / 2]}."""
     path = work / "own.pt"
     if not path.exists():
-        generator, texts = torch.Generator(DEVICE).manual_seed(0), []
+        generator, own = torch.Generator(DEVICE).manual_seed(0), {domain: [] for domain in data}
         for batch in tqdm(range(plan["batches"]), "sampling", unit="batch", disable=None):
-            seed, beginning = -1 - batch, plan["length"] // 8 - 1  # no step has a negative number
-            some = corpus.windows(data, seed, 16, beginning)
-            more = corpus.windows({"code": data["code"]}, seed, 48, beginning)[16:]  # the first 16 are those of `some`
-            prompts = torch.cat([some, more])
-            # A third of them greedily, as that is how the pair is mostly used; the others at temperatures up to 1.
-            temperature = (1.5 * torch.rand(len(prompts), 1, device=DEVICE, generator=generator) - 0.5).clamp(min=0)
-            texts.append(sample(target, prompts.to(DEVICE), plan["length"] // 2, temperature, generator, amp).cpu())
-        save(torch.cat(texts), path)
+            for domain, rows in [(domain, 48 if domain == "code" else 16) for domain in data]:
+                prompts = corpus.windows({domain: data[domain]}, -1 - batch, rows, plan["length"] // 8 - 1).to(DEVICE)
+                # A third of them greedily, as that is how the pair is mostly used; others at temperatures up to 1.
+                temperature = (1.5 * torch.rand(rows, 1, device=DEVICE, generator=generator) - 0.5).clamp(min=0)
+                own[domain].append(sample(target, prompts, plan["length"] // 2, temperature, generator, amp).cpu())
+        save({domain: torch.cat(texts) for domain, texts in own.items()}, path)
     return torch.load(path, weights_only=True)
 
 
@@ -213,7 +211,8 @@ def distil(target, data, held, plan, work, amp):
         with amp:
             return target(ids.to(DEVICE)).log_softmax(-1)
 
-    p_own = torch.cat([ask_target(some).half().cpu() for some in own.split(8)])  # 5 GB, so as to ask only once
+    # Once for all: 5 GB for 2,560 texts.
+    p_own = {domain: torch.cat([ask_target(some).half().cpu() for some in own[domain].split(8)]) for domain in own}
     model = Qwen2(DRAFT_CONFIG).to(DEVICE)
     new, old = model.state_dict(), target.state_dict()  # begin as the target without most of its layers
     model.load_state_dict({n: old[n] if n in old and old[n].shape == new[n].shape else new[n] for n in new})
@@ -226,11 +225,13 @@ def distil(target, data, held, plan, work, amp):
         return mean_of_each(held, torch.minimum(ask_target(ids), q).exp().sum(-1))
 
     def loss_of(step):
-        picks = torch.randint(len(own), (8,), generator=torch.Generator().manual_seed(step))
+        dice = torch.Generator().manual_seed(step)
+        share = {domain: 6 if domain == "code" else 1 for domain in own}  # a draft for code above all
+        rows = {domain: torch.randint(len(own[domain]), (share[domain],), generator=dice) for domain in own}
+        ids, p = (torch.cat([some[domain][rows[domain]] for domain in own]).to(DEVICE) for some in (own, p_own))
         with amp:
-            q = model(own[picks].to(DEVICE)).log_softmax(-1)
-        p = p_own[picks].to(DEVICE).float()
-        return F.kl_div(q, p, reduction="none", log_target=True).sum(-1).mean()  # KL(p || q), in nats
+            q = model(ids).log_softmax(-1)
+        return F.kl_div(q, p.float(), reduction="none", log_target=True).sum(-1).mean()  # KL(p || q), in nats
 
     return model, train("draft", model, loss_of, evaluate, plan["draft"], 2e-3, work)
 
