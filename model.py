@@ -146,8 +146,7 @@ class Qwen2:
     def __init__(self, config, embed, layers, norm, head):
         self.config, self.embed, self.layers, self.norm, self.head = config, embed, layers, norm, head
         self.device, self.dtype = norm.device, norm.dtype
-        pairs = torch.arange(0, config.head_dim, 2, device=self.device) / config.head_dim
-        self.frequencies = config.rope_theta**-pairs  # [head_dim / 2]
+        self.cos = self.sin = torch.empty(0)  # [positions, head_dim], as many as a text has needed so far
 
     def new_cache(self, max_length):
         """An empty cache for texts of up to max_length tokens, or for as many as the model's context allows."""
@@ -164,16 +163,18 @@ class Qwen2:
         if ids.dim() != 1:
             raise NotImplementedError(f"batch size is one here: ids must be [T], not {list(ids.shape)}")
         assert 0 <= last <= len(ids), f"last is {last}, of {len(ids)} tokens"
-        chunks = ids.split(512)  # of a long prompt, so that the mask and the MLP stay small
-        x = torch.cat([self.hidden_states(chunk, cache) for chunk in chunks])[len(ids) - last :]
+        x = torch.cat([self.hidden_states(some, cache) for some in ids.split(512)])[len(ids) - last :]  # small masks
         return self.head(F.rms_norm(x, (self.config.hidden_size,), self.norm, self.config.rms_norm_eps)).float()
 
     def hidden_states(self, ids, cache):
         """Embed ids [T], run all layers over them, and let the cache advance. Returns [T, hidden]."""
         start, end = cache.length, cache.length + len(ids)
-        angles = torch.outer(torch.arange(start, end, device=self.device).float(), self.frequencies)
-        sines = torch.cat([-angles.sin(), angles.sin()], -1)
-        rope = angles.cos().repeat(1, 2).to(self.dtype), sines.to(self.dtype)  # both [T, head_dim]
+        if end > len(self.cos):  # computed anew in each pass, these would be a tenth of a small draft's operators
+            turns = self.config.rope_theta ** -(torch.arange(0, self.config.head_dim, 2.0) / self.config.head_dim)
+            angles = torch.outer(torch.arange(2.0 * end), turns)  # [2 end, head_dim / 2]
+            self.cos = angles.cos().repeat(1, 2).to(self.norm)
+            self.sin = torch.cat([-angles.sin(), angles.sin()], -1).to(self.norm)
+        rope = self.cos[start:end], self.sin[start:end]
         # Row i may see all that is cached and itself, keys 0 .. start + i. SDPA's own is_causal would line the triangle
         # up with key 0 and hide nearly everything from a verify pass. A single row sees all keys and needs no mask.
         mask = torch.ones(len(ids), end, dtype=torch.bool, device=self.device).tril(start) if len(ids) > 1 else None
@@ -264,8 +265,7 @@ class Checkpoint:
             with safe_open(file, "pt") as f:
                 tensor = f.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            gb = os.path.getsize(file) / 1e9
-            raise OSError(f"{file}: cannot map its {gb:.1f} GB ({error}): free some memory") from None
+            raise OSError(f"{file}: cannot map {os.path.getsize(file) / 1e9:.1f} GB ({error}): free memory") from None
         usual = tensor.is_floating_point() and tensor.element_size() > 1
         if not usual or not torch.stack(tensor.aminmax()).isfinite().all():
             raise ValueError(f"{file}: {name} contains NaN or infinity, or is no 16- or 32-bit float: {tensor.dtype}")

@@ -224,7 +224,6 @@ def test_a_damaged_folder_is_one_line(tmp_path, capsys, name):  # B49, B51
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "no pair"),
         (["--target", "/no/such/folder", "--draft", "GOOD"], "/no/such/folder: no such folder"),
         (["--target", "GOOD"], "--draft"),
         (["--target", "GOOD", "--draft", "OTHER"], "id 3 is"),  # B39
