@@ -212,7 +212,7 @@ class Qwen2:
 
 
 def find(path, download=True):
-    """The folder of a model: `path` itself, or the Hub client's copy of the repository, downloaded if need be."""
+    """The folder of a model: `path` itself, or the Hub client's copy of it, downloaded if need be and if `download`."""
     if os.path.isdir(path):
         return os.path.normpath(path)
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) or os.path.exists(path.split("/")[0]):

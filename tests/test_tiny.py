@@ -188,3 +188,12 @@ def test_another_plan_is_refused(tmp_path):
 ])  # fmt: skip
 def test_whether_a_function_parses(body, ended, answer):
     assert report.parses("    def f(self):\n", body, ended) is answer
+
+
+def test_a_plot_without_matplotlib_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    monkeypatch.setattr(sys, "argv", ["report.py", "--plot", "x.svg"])
+    with pytest.raises(SystemExit) as stopped:
+        report.main()
+    lines = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and len(lines) == 1 and "pip install matplotlib" in lines[0]

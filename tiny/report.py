@@ -1,6 +1,6 @@
 """What the tiny pair is worth on text that it was not trained on: the numbers and samples of tiny/README.md.
 
-    python tiny/report.py              some ten minutes on 2 cores
+    python tiny/report.py              some five minutes on 2 cores; fetches the text if train.py has not
     python tiny/report.py --plot FILE  the loss curves as a picture; needs matplotlib
 """
 
@@ -85,7 +85,10 @@ def parses(head, body, ended):
 
 def plot(file):
     """The curves that train.py wrote."""
-    import matplotlib.pyplot as plt
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise ValueError("--plot draws with matplotlib: pip install matplotlib") from None
 
     with open(HERE / "curves.json", encoding="utf-8") as f:
         curves = json.load(f)
@@ -142,8 +145,6 @@ def main():
         else:
             args.work.mkdir(parents=True, exist_ok=True)
             report(args.work)
-    except ImportError:
-        sys.exit("report.py: --plot draws with matplotlib: pip install matplotlib")
     except (OSError, ValueError) as error:
         print(f"report.py: {error}", file=sys.stderr)
         sys.exit(2)
