@@ -34,6 +34,7 @@ class Config:
     rope_theta: float
     tie_word_embeddings: bool  # the head is the embedding matrix itself
     attention_bias: bool  # of q, k and v
+    quantization_config: dict  # empty, but in a folder that quantize.py wrote
     eos: list  # the ids that end a text
 
     @classmethod
@@ -49,18 +50,19 @@ class Config:
             (c.get("use_sliding_window"), "use_sliding_window: true"),
             (kind != "default", f"rope scaling {kind!r}"),
             (c.get("hidden_act", "silu") != "silu", f"hidden_act {c.get('hidden_act')!r}"),
-            ("quantization_config" in c, "quantization_config, weights quantized by another program,"),
+            (c.get("quantization_config") not in (None, {"quant_method": "affine4"}), "this quantization_config"),
         ]:
             if refused:
                 raise ValueError(f"{path}: {what} is not supported here; take another checkpoint")
         hidden, heads = c.get("hidden_size"), c.get("num_attention_heads")
         head_dim = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
-        implied = {"num_key_value_heads": heads, "head_dim": head_dim, "attention_bias": c["model_type"] == "qwen2"}
+        implied = {"num_key_value_heads": heads, "head_dim": head_dim, "attention_bias": c["model_type"] == "qwen2",
+                   "tie_word_embeddings": False, "quantization_config": {}}  # fmt: skip
         # Files disagree on what ends a text. For generation, generation_config.json is the one that decides.
         generation, eos = os.path.join(folder, "generation_config.json"), c.get("eos_token_id", [])
         if os.path.exists(generation) and read_json(generation).get("eos_token_id") is not None:
             eos = read_json(generation)["eos_token_id"]
-        c = {"tie_word_embeddings": False, **implied, **rope, **c, "eos": eos if isinstance(eos, list) else [eos]}
+        c = {**implied, **rope, **c, "eos": eos if isinstance(eos, list) else [eos]}
         for field in fields(cls):
             value, kinds = c.get(field.name), (int, float) if field.type is float else field.type
             if not isinstance(value, kinds) or (field.type in (int, float) and value <= 0):
@@ -69,17 +71,15 @@ class Config:
 
 
 class Linear:
-    """x [T, in] -> x W^T + b [T, out], for the few rows at a time that decoding feeds.
+    """x [T, in] -> x W^T + b [T, out]. In float32 on a CPU, F.linear takes one row on one thread, and for more copies
+    the weight in every call. So a large weight is laid out once, by oneDNN: 4 rows then cost about what 1 costs, the
+    time to stream the weight. A small one, and one also read `by_rows` (an embedding), is multiplied in 8 blocks that
+    threads can share."""
 
-    In float32 on a CPU, F.linear takes one row on one thread, and for more copies the weight in every call. So a large
-    weight is laid out once, by oneDNN: 4 rows then cost about what 1 costs, the time to stream the weight. A small one,
-    and one also `read_by_rows` (an embedding), is multiplied in 8 blocks that threads can share.
-    """
-
-    def __init__(self, weight, bias=None, read_by_rows=False):
+    def __init__(self, weight, bias=None, by_rows=False):
         self.weight, self.bias, self.how = weight, bias, "plain"
         if weight.dtype == torch.float32 and weight.device.type == "cpu":
-            large = weight.numel() > 2**20 and not read_by_rows and torch.backends.mkldnn.is_available()
+            large = weight.numel() > 2**20 and not by_rows and torch.backends.mkldnn.is_available()
             if large and hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # private, but what torch.compile relies on
                 self.weight, self.how = torch.ops.mkldnn._reorder_linear_weight(weight, 8), "packed"
             elif len(weight) % 8 == 0:
@@ -96,31 +96,18 @@ class Linear:
         return F.linear(x, self.weight, self.bias)
 
 
-@dataclass
 class Layer:
     """Attention, then the MLP. q, k, v are one matmul, and so are gate and up: fewer operators, same numbers."""
-    config: Config
-    attention_norm: torch.Tensor
-    qkv: Linear
-    o: Linear
-    mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
 
-    @classmethod
-    def read(cls, weights, c, index):
-        """Layer number `index` of a Checkpoint with Config c."""
-        at, hidden, inner = f"model.layers.{index}", c.hidden_size, c.intermediate_size
+    def __init__(self, c, weights, index):
+        self.config, at, hidden, inner = c, f"model.layers.{index}.", c.hidden_size, c.intermediate_size
         q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        return cls(
-            config=c,
-            attention_norm=weights.take(f"{at}.input_layernorm.weight", hidden),
-            qkv=weights.linear(f"{at}.self_attn", hidden, c.attention_bias, q_proj=q, k_proj=kv, v_proj=kv),
-            o=weights.linear(f"{at}.self_attn", q, o_proj=hidden),
-            mlp_norm=weights.take(f"{at}.post_attention_layernorm.weight", hidden),
-            gate_up=weights.linear(f"{at}.mlp", hidden, gate_proj=inner, up_proj=inner),
-            down=weights.linear(f"{at}.mlp", inner, down_proj=hidden),
-        )
+        self.attention_norm = weights.take(f"{at}input_layernorm.weight", hidden)
+        self.qkv = weights.linear(f"{at}self_attn.", hidden, c.attention_bias, q_proj=q, k_proj=kv, v_proj=kv)
+        self.o = weights.linear(f"{at}self_attn.", q, o_proj=hidden)
+        self.mlp_norm = weights.take(f"{at}post_attention_layernorm.weight", hidden)
+        self.gate_up = weights.linear(f"{at}mlp.", hidden, gate_proj=inner, up_proj=inner)
+        self.down = weights.linear(f"{at}mlp.", inner, down_proj=hidden)
 
     def __call__(self, x, index, cache, rope, mask):
         c = self.config
@@ -128,10 +115,20 @@ class Layer:
         y = y.view(len(x), -1, c.head_dim).transpose(0, 1)  # [heads + 2 kv_heads, T, head_dim]
         q, k, v = y.split([c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads])
         k, v = cache.append(index, rotate(k, *rope), v)  # [kv_heads, cached + T, head_dim]
-        y = F.scaled_dot_product_attention(rotate(q, *rope)[None], k[None], v[None], attn_mask=mask, enable_gqa=True)[0]
+        y = attend(rotate(q, *rope), k, v, mask)
         x = x + self.o(y.transpose(0, 1).reshape(len(x), -1))  # [T, heads * head_dim] -> [T, hidden]
         gate, up = self.gate_up(F.rms_norm(x, (c.hidden_size,), self.mlp_norm, c.rms_norm_eps)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
+
+
+def attend(q, k, v, mask):
+    """q [heads, T, head_dim] over k, v [kv_heads, cached + T, head_dim]. Without a mask row by row, each over the keys
+    up to its own: the shapes of plain decoding, and so its very bits, which one call for all rows would not give."""
+    if mask is None and q.shape[1] > 1:
+        ends = range(k.shape[1] - q.shape[1] + 1, k.shape[1] + 1)
+        rows = zip(q.split(1, 1), ends, strict=True)
+        return torch.cat([attend(row, k[:, :end], v[:, :end], None) for row, end in rows], 1)
+    return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, enable_gqa=True)[0]
 
 
 def rotate(x, cos, sin):
@@ -146,6 +143,7 @@ class Qwen2:
     def __init__(self, config, embed, layers, norm, head):
         self.config, self.embed, self.layers, self.norm, self.head = config, embed, layers, norm, head
         self.device, self.dtype = norm.device, norm.dtype
+        self.exact = getattr(head, "exact", False)  # do matmuls give a row the same bits alone and among others?
         self.cos = self.sin = torch.empty(0)  # [positions, head_dim], as many as a text has needed so far
 
     def new_cache(self, max_length):
@@ -177,8 +175,9 @@ class Qwen2:
         rope = self.cos[start:end], self.sin[start:end]
         # Row i may see all that is cached and itself, keys 0 .. start + i. SDPA's own is_causal would line the triangle
         # up with key 0 and hide nearly everything from a verify pass. A single row sees all keys and needs no mask.
-        mask = torch.ones(len(ids), end, dtype=torch.bool, device=self.device).tril(start) if len(ids) > 1 else None
-        x = self.embed.weight[ids]
+        alone = len(ids) <= (16 if self.exact else 1)  # row by row, see `attend`
+        mask = None if alone else torch.ones(len(ids), end, dtype=torch.bool, device=self.device).tril(start)
+        x = self.embed.weight[ids].to(self.dtype)
         for index, layer in enumerate(self.layers):
             x = layer(x, index, cache, rope, mask)
         cache.advance(len(ids))
@@ -186,29 +185,30 @@ class Qwen2:
 
     @classmethod
     def load(cls, path, bits=None, device=None, dtype=None):
-        """Read a folder or Hub id, in float32 on a CPU and else in bfloat16, unless bits or dtype say otherwise.
+        """Read a folder or Hub id. bits: 32 (the default on a CPU), 16, or 4, by quantize.py, tensor after tensor.
 
         Raises OSError or ValueError, in one line, for files that are missing, damaged or of another model.
         """
         folder = find(path)
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if bits not in (None, 16, 32):
-            raise ValueError(f"bits is {bits}: it must be 16 or 32")
-        dtype = dtype or (torch.float32 if bits == 32 or (bits is None and device.type == "cpu") else torch.bfloat16)
-        c, weights = Config.read(folder), Checkpoint(folder, device, dtype)
-        embedding = weights.take("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
-        embed = head = Linear(embedding, read_by_rows=True)
-        layers = [Layer.read(weights, c, i) for i in tqdm(range(c.num_hidden_layers), "loading", disable=None)]
+        device, c = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), Config.read(folder)
+        bits = bits or (4 if c.quantization_config else 32 if device.type == "cpu" else 16)
+        if bits not in (4, 16, 32) or (c.quantization_config and bits != 4):
+            raise ValueError(f"{folder}: bits is {bits} and must be 4{'' if c.quantization_config else ', 16 or 32'}")
+        dtype = dtype or (torch.float32 if bits == 32 or (bits == 4 and device.type == "cpu") else torch.bfloat16)
+        weights, tied = Checkpoint(folder, device, dtype), c.tie_word_embeddings
+        if bits == 4:
+            from quantize import Weights  # here, so that this file can be imported alone
+            weights = Weights(weights)
+        embed = weights.linear("model.", c.hidden_size, embed_tokens=c.vocab_size, by_rows=True)
+        layers = [Layer(c, weights, i) for i in tqdm(range(c.num_hidden_layers), "loading", disable=None)]
         norm = weights.take("model.norm.weight", c.hidden_size)
-        if "lm_head.weight" in weights.shapes or not c.tie_word_embeddings:  # some have one though they are tied
-            matrix = weights.take("lm_head.weight", c.vocab_size, c.hidden_size)
-            if not c.tie_word_embeddings:
-                head = Linear(matrix)
-            elif not torch.equal(matrix, embedding):
+        if "lm_head.weight" in weights.shapes or not tied:  # some have one though they are tied
+            head = weights.linear("", c.hidden_size, lm_head=c.vocab_size, by_rows=tied)
+            if tied and not torch.equal(head.weight[:], embed.weight[:]):
                 warnings.warn(f"{folder}: lm_head.weight is ignored: tied, but unlike the embedding", stacklevel=2)
         if weights.shapes:
             raise ValueError(f"{folder}: {min(weights.shapes)} has no place in this model: is config.json its own?")
-        return cls(c, embed, layers, norm, head)
+        return cls(c, embed, layers, norm, embed if tied else head)
 
 
 def find(path, download=True):
@@ -239,7 +239,7 @@ def read_json(path):
 
 
 class Checkpoint:
-    """The tensors of a folder, each to be taken exactly once. All files are checked before any tensor is read."""
+    """The tensors of a folder. All files are checked before any tensor is read."""
 
     def __init__(self, folder, device, dtype):
         files, index = ["model.safetensors"], os.path.join(folder, "model.safetensors.index.json")
@@ -253,8 +253,8 @@ class Checkpoint:
             for name, shape in read_header(file).items():
                 self.shapes[name], self.file[name] = shape, file
 
-    def take(self, name, *shape):
-        """One tensor, on the device and in the dtype. The file is mapped for that long: no second copy in memory."""
+    def take(self, name, *shape, mapped=False):
+        """One tensor, on the device and in the dtype. mapped: the file's own bytes, not to be kept: it may go."""
         if name not in self.shapes:
             hint = "tie_word_embeddings is false in config.json" if name == "lm_head.weight" else "download it again"
             raise ValueError(f"{self.folder}: the tensor {name} is missing: {hint}")
@@ -269,13 +269,13 @@ class Checkpoint:
         usual = tensor.is_floating_point() and tensor.element_size() > 1
         if not usual or not torch.stack(tensor.aminmax()).isfinite().all():
             raise ValueError(f"{file}: {name} contains NaN or infinity, or is no 16- or 32-bit float: {tensor.dtype}")
-        return tensor.to(self.device, self.dtype, copy=True)  # never a view of the file: it may change, or go
+        return tensor if mapped else tensor.to(self.device, self.dtype, copy=True)
 
-    def linear(self, at, inputs, bias=False, **outputs):
+    def linear(self, at, inputs, bias=False, by_rows=False, **outputs):
         """Several linear layers on the same input, one below the other, as a single one."""
-        weight = torch.cat([self.take(f"{at}.{name}.weight", size, inputs) for name, size in outputs.items()])
-        bias = torch.cat([self.take(f"{at}.{name}.bias", size) for name, size in outputs.items()]) if bias else None
-        return Linear(weight, bias)
+        weight = torch.cat([self.take(f"{at}{name}.weight", size, inputs) for name, size in outputs.items()])
+        bias = torch.cat([self.take(f"{at}{name}.bias", size) for name, size in outputs.items()]) if bias else None
+        return Linear(weight, bias, by_rows)
 
 
 def read_header(file):

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("name", ["kv_cache", "speculative", "model", "text"])
+@pytest.mark.parametrize("name", ["kv_cache", "speculative", "model", "quantize", "text"])
 def test_a_file_imports_alone(tmp_path, name):
     shutil.copy(ROOT / f"{name}.py", tmp_path)
     command = [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import {name}"]

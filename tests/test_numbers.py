@@ -1,6 +1,7 @@
 """Vocabularies of different widths, and arithmetic that could go wrong."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,11 +43,14 @@ def test_a_long_prompt_in_pieces():
 
 
 def test_float16_attention_does_not_overflow():  # B58: 128 channels of 40 x 40 are 204,800, and float16 ends at 65,504
-    c = Config(1, 128, 96, 1, 1, 128, 128, 64, 1e-6, 10000.0, True, True, [])
-    ones = torch.ones(128, dtype=torch.float16)
-    qkv = Linear(torch.full((384, 128), 40 / 128, dtype=torch.float16))
-    zero = Linear(torch.zeros(192, 128, dtype=torch.float16)), Linear(torch.zeros(128, 96, dtype=torch.float16))
-    layer = Layer(c, ones, qkv, Linear(torch.eye(128, dtype=torch.float16)), ones, *zero)
+    c = Config(1, 128, 96, 1, 1, 128, 128, 64, 1e-6, 10000.0, True, True, {}, [])
+    values = {"q_proj": torch.full((384, 128), 40 / 128), "o_proj": torch.eye(128)}
+    values |= {"gate_proj": torch.zeros(192, 128), "down_proj": torch.zeros(128, 96)}
+    weights = SimpleNamespace(
+        take=lambda name, size: torch.ones(size).half(),
+        linear=lambda at, inputs, bias=False, **outputs: Linear(values[next(iter(outputs))].half()),
+    )
+    layer = Layer(c, weights, 0)
     cache, rope = KVCache(1, 1, 128, 4, torch.float16), (torch.ones(2, 128).half(), torch.zeros(2, 128).half())
     out = layer(torch.ones(2, 128).half(), 0, cache, rope, torch.ones(2, 2, dtype=torch.bool).tril())
     torch.testing.assert_close(out, torch.full((2, 128), 41.0).half(), atol=0.1, rtol=0)

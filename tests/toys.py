@@ -55,19 +55,22 @@ def table(rows):
 
 def qwen2(seed=0, dtype=torch.float32):
     """F4: a random Qwen2. The biases are large enough to be missed if they were."""
-    c = Config(2, 64, 96, 4, 2, 16, 128, 256, 1e-6, 10000.0, True, True, [])
+    c = Config(2, 64, 96, 4, 2, 16, 128, 256, 1e-6, 10000.0, True, True, {}, [])
     g = torch.Generator().manual_seed(seed)
 
     def weight(*shape):
         return (torch.randn(shape, generator=g) * (shape[-1] ** -0.5)).to(dtype)
 
-    def layer():
-        qkv = Linear(weight(128, 64), weight(128) * 8)
-        return Layer(c, weight(64).exp(), qkv, Linear(weight(64, 64)), weight(64).exp(), Linear(weight(192, 64)),
-                     Linear(weight(64, 96)))  # fmt: skip
+    class Weights:  # a Checkpoint of random numbers
+        def take(self, name, size):
+            return weight(size).exp()
 
-    embed = Linear(weight(128, 64) * 3, read_by_rows=True)
-    return Qwen2(c, embed, [layer(), layer()], weight(64).exp(), embed)
+        def linear(self, at, inputs, bias=False, **outputs):
+            size = sum(outputs.values())
+            return Linear(weight(size, inputs), weight(size) * 8 if bias else None)
+
+    embed = Linear(weight(128, 64) * 3, by_rows=True)
+    return Qwen2(c, embed, [Layer(c, Weights(), i) for i in range(2)], weight(64).exp(), embed)
 
 
 class Scripted:

@@ -1,0 +1,300 @@
+"""Four bits: the codes, the kernels, and folders of them. The matrices are small, the arithmetic is all of it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import folders
+import quantize
+from model import Qwen2
+from quantize import FourBit, Int4Pack, Int8, Reference, kernel
+from speculative import DraftModel
+from toys import decode
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def one_row(codes, zero=128):
+    """With steps of 1 and the zero at 8, a code stands for itself less 8."""
+    zeros = torch.full((1, 1), zero, dtype=torch.uint8)
+    codes = torch.tensor([codes], dtype=torch.uint8)
+    return FourBit(codes, torch.zeros(1, 1, dtype=torch.uint8), zeros, torch.ones(1), 2 * codes.shape[1])
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def round_to_nearest(weight, group):
+    x = weight.reshape(len(weight), -1, group)
+    low, high = x.amin(-1, True), x.amax(-1, True)
+    step = (high - low) / 15
+    return (((x - low) / step).round() * step + low).reshape_as(weight)
+
+
+# Codes
+
+
+def test_the_low_half_comes_first():  # B43
+    assert one_row([240, 135])[:].tolist() == [[-8, 7, -1, 0]]
+    every = one_row(list(range(256)))[:][0].tolist()
+    assert every == [half - 8 for byte in range(256) for half in (byte % 16, byte // 16)]
+
+
+def test_what_is_stored_is_what_was_chosen():
+    """A weight that the format can hold is held."""
+    codes = torch.randint(16, (64, 3, 32), generator=torch.Generator().manual_seed(0))
+    codes[:, :, 0], codes[:, :, 1] = 0, 15
+    zero = torch.randint(16, (64, 3, 1), generator=torch.Generator().manual_seed(1))
+    weight = ((codes - zero) * 2.0 ** -torch.arange(3).view(3, 1)).view(64, 96)
+    matrix = quantize.quantize(weight)
+    torch.testing.assert_close(matrix[:], weight, atol=1e-5, rtol=1e-5)
+    assert torch.equal(matrix[torch.tensor([5, 5, 0])], matrix[:][[5, 5, 0]])
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_bytes(group):
+    for out, columns in [(896, 896), (128, 1536), (64, 4864)]:
+        matrix = quantize.quantize(random(out, columns), group)
+        size = sum(part.numel() * part.element_size() for part in matrix.parts().values())
+        assert size == out * columns // 2 + 2 * out * columns // group + 4 * out
+        assert size * 8 / (out * columns) < 4.6
+        assert matrix[:].shape == (out, columns)
+
+
+def test_close_to_the_best_there_is():
+    """Against all of the 65,536 pairs of a scale and a zero, for groups of several kinds."""
+    g = torch.Generator().manual_seed(3)
+    steps, zeros = torch.exp2(torch.arange(256) / -16).view(-1, 1, 1), torch.arange(256).view(1, -1, 1) / 16
+    for x in (random(16, 32), torch.rand(16, 32, generator=g), random(16, 32).sign() * random(16, 32) ** 4 - 0.3):
+        matrix, best = quantize.quantize(x), 0
+        for row in range(16):
+            scales = steps * matrix.row[row] * 1.2
+            codes = (x[row] / scales + zeros).round().clamp(0, 15)
+            best += ((codes - zeros) * scales - x[row]).square().sum(-1).min()
+        assert (matrix[:] - x).square().sum() < 1.1 * best
+
+
+def test_less_error_than_rounding_to_nearest():
+    weight = random(64, 512)
+    ours = relative(quantize.quantize(weight)[:], weight)
+    assert ours < 0.82 * relative(round_to_nearest(weight, 64), weight)
+    assert ours < 0.94 * relative(round_to_nearest(weight, 32), weight)  # whose scale and offset are not rounded
+    assert relative(quantize.quantize(weight, 64)[:], weight) > 1.1 * ours
+
+
+def test_groups_of_all_kinds():  # B42
+    weight = random(8, 128)
+    weight[0] = 0
+    weight[1, 32:64] = 0
+    weight[2] = weight[2].sign() * 1e-7
+    weight[3], weight[4, :32] = 5.0, -3.0
+    weight[5, 7] = 1e4
+    weight[6] = 1e-40 * weight[6].sign()
+    weight[7] *= 1e-3
+    values = quantize.quantize(weight)[:]
+    assert values.isfinite().all()
+    assert (values[0] == 0).all() and (values[1, 32:64] == 0).all()
+    for rows in (slice(2, 3), slice(3, 4), slice(7, 8)):
+        assert relative(values[rows], weight[rows]) < 0.09
+    torch.testing.assert_close(values[4, :32], weight[4, :32], rtol=0.03, atol=0)
+    assert abs(values[5, 7] / 1e4 - 1) < 0.05 and values[6].abs().max() < 1e-38
+    assert relative(values[5, 32:], weight[5, 32:]) < 0.25  # the other groups of a row with an outlier keep their shape
+
+
+def test_columns_that_are_no_multiple_of_the_group():  # B41
+    weight, x = random(48, 100), random(3, 100)
+    matrix = quantize.quantize(weight, 64)
+    assert matrix.codes.shape == (48, 64) and matrix[:].shape == (48, 100)
+    assert relative(matrix[:], weight) < 0.13
+    assert relative(Int8(matrix)(x), x @ matrix[:].t()) < 0.02
+    with pytest.raises(ValueError, match="even"):
+        quantize.quantize(weight, 33)
+
+
+# Kernels
+
+
+def test_kernels_agree_with_the_reference():
+    matrix, bias, x = quantize.quantize(random(64, 512)), random(64, seed=1), random(5, 512, seed=2)
+    right = x @ matrix[:].t() + bias
+    torch.testing.assert_close(Reference(matrix, bias)(x), right)
+    assert relative(Int8(matrix, bias)(x), right) < 0.02
+    assert relative(Int8(matrix, bias, block=128)(x), right) < 0.02
+    assert relative(Int4Pack(matrix, bias)(x), right) < 0.01
+    assert (Int8(matrix, bias)(torch.zeros(2, 512)) == bias).all()
+    assert Int8(matrix)(torch.full((1, 512), torch.nan)).isnan().all()  # and so the round will notice
+
+
+def test_int8_is_exact_where_the_weights_and_x_are_integers():
+    """Also at the largest sums there are, where 16 bits would not do."""
+    codes = torch.full((16, 512), 255, dtype=torch.uint8)  # 1,024 times code 15
+    zeros = torch.full((16, 32), 112, dtype=torch.uint8)  # less 7
+    matrix = FourBit(codes, torch.zeros_like(zeros), zeros, torch.full((16,), 63 / 8), 1024)
+    x = torch.full((3, 1024), 127.0)
+    x[1] *= -1
+    x[2, ::2] *= -1
+    assert Int8(matrix)(x)[:, 0].tolist() == [127 * 63 * 1024, -127 * 63 * 1024, 0]
+
+
+def test_blocks_keep_an_outlier_to_itself():
+    matrix, x = quantize.quantize(random(64, 512)), random(4, 512, seed=1)
+    x[:, 7] *= 100
+    right = Reference(matrix)(x)
+    few, many = (relative(Int8(matrix, block=block)(x), right) for block in (None, 64))
+    assert many < 0.5 * few
+
+
+@pytest.mark.parametrize("kind", [Int8, Int4Pack])
+def test_a_row_does_not_depend_on_the_others(kind):
+    product, x = kind(quantize.quantize(random(96, 512))), random(16, 512, seed=1)
+    whole = product(x)
+    for rows in (1, 2, 3, 8):
+        assert torch.equal(torch.cat([product(some) for some in x.split(rows)]), whole)
+
+
+def test_a_kernel_that_does_not_work_is_passed_over(monkeypatch):
+    class Gone(Int8):
+        def __init__(self, matrix, bias=None):
+            raise RuntimeError("no such\noperator")
+
+    class Wrong(Reference):
+        def __call__(self, x):
+            return 1.1 * super().__call__(x)
+
+    assert kernel(CPU, torch.float32) in (Int8, Int4Pack, Reference)
+    monkeypatch.setattr(quantize, "Int8", Gone)
+    monkeypatch.setattr(quantize, "Int4Pack", Wrong)
+    with pytest.warns(UserWarning) as said:
+        assert kernel.__wrapped__(CPU, torch.float32) is Reference
+    assert "Gone fails: no such operator" in str(said[0].message) and "Wrong is off by 10%" in str(said[1].message)
+    assert kernel.__wrapped__(torch.device("meta"), torch.float32) is Reference
+
+
+# Models and folders
+
+
+def bfloat16(folder, **config):
+    weights = {name: weight.bfloat16() for name, weight in folders.tensors(**config).items()}
+    return folders.write(folder, weights, **config)
+
+
+def logits(path, rows=24, **options):
+    model = Qwen2.load(str(path), device="cpu", **options)
+    return model(torch.arange(rows) % 250, model.new_cache(rows), rows)
+
+
+def save(source, out, *more):
+    command = [sys.executable, str(ROOT / "quantize.py"), str(source), "--out", str(out), *more]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_a_model_in_4_bits(tmp_path):
+    """Its logits are those of a model whose weights are what the codes stand for, up to the rounding of activations."""
+    source = bfloat16(tmp_path / "m")
+    weights = load_file(tmp_path / "m" / "model.safetensors")
+    plain = {n: quantize.quantize(w)[:] if w.dim() == 2 else w.float() for n, w in weights.items()}
+    right = logits(folders.write(tmp_path / "plain", plain), bits=32)
+    ours, unlike = logits(source, bits=4), logits(source, bits=32)
+    assert relative(ours, right) < 0.05 < relative(ours, unlike)
+    model = Qwen2.load(source, bits=4, device="cpu")
+    assert model.head is model.embed  # B44: one matrix serves both
+    assert torch.equal(model.embed.weight[torch.tensor([3])], plain["model.embed_tokens.weight"][3:4])
+    untied = folders.write(tmp_path / "u", weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()},
+                           tie_word_embeddings=False)  # fmt: skip
+    assert torch.equal(logits(untied, bits=4), ours)
+
+
+def test_rows_are_the_same_in_any_company(tmp_path):
+    model = Qwen2.load(bfloat16(tmp_path / "m"), bits=4, device="cpu")
+    assert model.exact
+    ids, cache = torch.arange(96) * 37 % 256, model.new_cache(96)
+    model(ids[:80], cache, 0)
+    alone = torch.cat([model(id, cache, 1) for id in ids[80:].split(1)])
+    for rows in (2, 3, 5, 16):
+        cache.rollback(80)
+        assert torch.equal(torch.cat([model(some, cache, len(some)) for some in ids[80:].split(rows)]), alone)
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 7])
+def test_speculation_changes_no_token(tmp_path, gamma):
+    target = Qwen2.load(bfloat16(tmp_path / "m"), bits=4, device="cpu")
+    draft = Qwen2.load(bfloat16(tmp_path / "d", seed=0, num_hidden_layers=1), bits=4, device="cpu")
+    for prompt in ([1, 2, 3], [200], list(range(100, 140))):
+        plain, _ = decode(target, None, prompt, 60, 0)
+        assert decode(target, DraftModel(draft, 128), prompt, 60, gamma)[0] == plain
+
+
+@pytest.mark.parametrize("config", [{}, {"hidden_size": 48}])
+def test_a_saved_folder_is_the_same_model(tmp_path, config):
+    source, out = bfloat16(tmp_path / "m", **config), tmp_path / "out"
+    done = save(source, out)
+    assert done.returncode == 0, done.stderr
+    assert "layer 0" in done.stdout and "down" in done.stdout and "MB" in done.stdout
+    assert torch.equal(logits(out), logits(source, bits=4))
+    assert {*os.listdir(out)} == {*os.listdir(source)} and {*os.listdir(tmp_path)} == {"m", "out"}
+    again = save(source, out)
+    assert again.returncode == 2 and "exists" in again.stderr and "Traceback" not in again.stderr
+    twice = save(out, tmp_path / "twice")
+    assert twice.returncode == 2 and "4-bit weights already" in twice.stderr
+    with pytest.raises(ValueError, match="must be 4"):
+        logits(out, bits=16)
+
+
+def test_another_group(tmp_path):
+    source, out = bfloat16(tmp_path / "m"), tmp_path / "out"
+    assert save(source, out, "--group", "64").returncode == 0
+    stored = load_file(out / "model.safetensors")
+    assert stored["model.layers.1.mlp.down_proj.scale"].shape == (64, 2)  # 96 columns, padded to 128
+    assert relative(logits(out), logits(source, bits=4)) > 0.01
+
+
+def test_interrupted(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quantize, "save_file", fail)
+    with pytest.raises(KeyboardInterrupt):
+        quantize.save(bfloat16(tmp_path / "m"), str(tmp_path / "out"))
+    assert os.listdir(tmp_path) == ["m"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: {"row": t["row"] * torch.nan}, "damaged"),
+        (lambda t: {"row": t["row"].half()}, "damaged"),
+        (lambda t: {"codes": t["codes"][:, 1:].contiguous()}, "shapes"),
+        (lambda t: {"codes": t["codes"][1:].contiguous()}, "shapes"),
+        (lambda t: {"scale": t["scale"][:, :1].contiguous()}, "shapes"),
+        (lambda t: {"scale": None}, "shapes"),
+        (lambda t: {"zero": None}, "shapes"),
+    ],
+)
+def test_a_damaged_folder(tmp_path, change, message):
+    quantize.save(bfloat16(tmp_path / "m"), str(tmp_path / "out"))
+    stored, at = load_file(tmp_path / "out" / "model.safetensors"), "model.layers.1.mlp.down_proj."
+    for part, value in change({part: stored[at + part] for part in ("codes", "scale", "zero", "row")}).items():
+        stored[at + part] = value
+    save_file({n: t for n, t in stored.items() if t is not None}, tmp_path / "out" / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"model.safetensors: {at[:-1]}.*{message}"):
+        logits(tmp_path / "out")
+
+
+def test_a_folder_of_another_program(tmp_path):
+    folder = bfloat16(tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(ValueError, match="quantization_config"):
+        logits(folder, bits=4)
