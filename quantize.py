@@ -184,7 +184,7 @@ class Int4Pack:
 
 @functools.cache
 def kernel(device, dtype, group=GROUP):
-    """The fastest kernel for a device and dtype that agrees with the reference. A warning tells of one that does not."""
+    """The fastest kernel for a device and dtype that agrees with the reference. Warns of one that does not."""
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(rows, 512, generator=generator).to(device, dtype) for rows in (64, 3))
     matrix = quantize(weight, group)
