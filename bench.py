@@ -1,6 +1,7 @@
 """Measure speculative decoding: plain against speculative, with your pair, on your machine.
 
     python bench.py                    the showdown: per domain, plain against speculative
+    python bench.py memory             what fits where, before any weight is read
     python bench.py watch "PROMPT"     live text, coloured by who wrote each token
 
 A model (--target, --draft) is a folder or a Hub id; `--target tiny`, `qwen2.5` and `coder` name two at once.
@@ -9,7 +10,6 @@ A model (--target, --draft) is a folder or a Hub id; `--target tiny`, `qwen2.5` 
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -18,6 +18,8 @@ from collections import namedtuple
 import torch
 from huggingface_hub.utils import tqdm
 
+import memory
+from machine import describe
 from model import Config, Qwen2, find
 from pairs import PAIRS, choose, prompts
 from speculative import DraftModel, speculative_decode
@@ -216,11 +218,11 @@ def parse(argv):
 
     many, inf = 10**9, float("inf")
     parser = Parser(prog="bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", nargs="?", default="showdown", choices=["showdown", "watch"])
+    parser.add_argument("command", nargs="?", default="showdown", choices=["showdown", "memory", "watch"])
     parser.add_argument("prompt", nargs="?", help="for watch: what to ask, or with a base model what to continue")
     parser.add_argument("--target", help=f"the large model, or a pair: {', '.join(PAIRS)}. Default: one that is here")
     parser.add_argument("--draft", help="the small model: folder or Hub id")
-    parser.add_argument("--bits", type=int, choices=[16, 32], help="of a weight. Default: 32 on a CPU, 16 on a GPU")
+    parser.add_argument("--bits", type=int, choices=[4, 16, 32], help="of a weight. Default: 32 on a CPU, 16 on a GPU")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     parser.add_argument("--gamma", type=number(int, 0, 64), default=4, help="tokens a round may draft. Default: 4")
     parser.add_argument("--temperature", type=number(float, 0, inf), default=0.0, help="0, the default, is greedy")
@@ -230,19 +232,10 @@ def parse(argv):
     parser.add_argument("--domain", default="all", choices=["code", "factual", "creative", "edit", "all"])
     parser.add_argument("--max-new-tokens", type=number(int, 2, many), default=64, help="of each text. Default: 64")
     parser.add_argument("--repeat", type=number(int, 1, 99), default=3, help="times to measure. Default: 3")
+    parser.add_argument("--context", type=number(int, 8, many), default=4096, help="memory: of a text. Default: 4096")
+    parser.add_argument("--measure", action="store_true", help="memory: load the pair, and compare")
     parser.add_argument("--json", metavar="FILE", help="write the table there, too")
     return parser.parse_args(argv)
-
-
-def machine(device):
-    """What the numbers were measured on: without it they mean nothing."""
-    name = platform.processor() or platform.machine()
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name()
-    elif os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as f:
-            name = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), name)
-    return {"device": str(device), "name": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
 def start(args):
@@ -259,23 +252,29 @@ def start(args):
     target, draft, why = choose(args.target, args.draft, device, args.bits)
     if why:
         print(why)
+    if args.command == "memory":
+        rows = memory.report(target, draft, args, device)
+        return write(args, describe(torch.device(device)), rows, target=target, draft=draft)
     folders = find(target), find(draft)
     texts = [Text(folder, Config.read(folder).eos) for folder in folders]
     check_same_ids(*texts)
     asked = {} if args.command == "watch" else prompts(texts[0].is_chat, args.domain)
     pair = [Qwen2.load(folder, args.bits, device) for folder in folders]
-    about, dtype = machine(pair[0].device), str(pair[0].dtype).removeprefix("torch.")
+    about, dtype = describe(pair[0].device), str(pair[0].dtype).removeprefix("torch.")
     how = f"temperature {args.temperature:g}" if args.temperature else "greedy"
     print(f"target {target}\ndraft  {draft}\n{dtype}, {how}, gamma {args.gamma}, up to {args.max_new_tokens} tokens")
     print(f"{about['name']} ({about['device']}, {about['threads']} threads), torch {about['torch']}\n")
     if args.command == "watch":
         return watch(pair, texts[0], args)
-    result = {"machine": about, "pair": vars(args) | {"target": target, "draft": draft, "dtype": dtype}}
     ids = {domain: [texts[0].prompt(prompt) for prompt in some] for domain, some in asked.items()}
-    result["rows"] = showdown(pair, ids, args)
+    write(args, about, showdown(pair, ids, args), target=target, draft=draft, dtype=dtype)
+
+
+def write(args, about, rows, **pair):
+    """The file of --json, if one was asked for."""
     if args.json:
         with open(args.json + ".part", "w") as f:
-            json.dump(result, f, indent=1)
+            json.dump({"machine": about, "pair": vars(args) | pair, "rows": rows}, f, indent=1)
         os.replace(args.json + ".part", args.json)
 
 

@@ -211,14 +211,14 @@ class Qwen2:
         return cls(c, embed, layers, norm, embed if tied else head)
 
 
-def find(path, download=True):
+def find(path, download=True, files=("*.json", "*.safetensors")):
     """The folder of a model: `path` itself, or the Hub client's copy of it, downloaded if need be and if `download`."""
     if os.path.isdir(path):
         return os.path.normpath(path)
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) or os.path.exists(path.split("/")[0]):
         raise FileNotFoundError(f"{path}: no such folder (a Hub id would look like Qwen/Qwen2.5-0.5B-Instruct)")
     try:
-        return snapshot_download(path, allow_patterns=["*.json", "*.safetensors"], local_files_only=not download)
+        return snapshot_download(path, allow_patterns=list(files), local_files_only=not download)
     except Exception as error:  # many kinds, of the client and of what it is built on; the network is not ours to fix
         why = "HF_HUB_OFFLINE is set. " * constants.HF_HUB_OFFLINE + (" ".join(str(error).split()) or repr(error))
         raise OSError(f"{path}: not whole in {constants.HF_HUB_CACHE}, nor to be had: {why[:300]}") from None

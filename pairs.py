@@ -5,6 +5,7 @@ import os
 
 import torch
 
+from machine import free_memory
 from model import Checkpoint, find
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -42,29 +43,12 @@ def default(device, bits):
             return "tiny", f"{name} is not on this machine, or not all of it"
         parameters += sum(torch.Size(shape).numel() for shape in shapes.values())
     bits = bits or (32 if device == "cpu" else 16)
-    need, free = parameters * bits / 8e9 * 1.2, free_memory(device)  # a fifth more, for the caches and what passes by
+    # On a CPU 4 bits are unpacked to 8. A fifth more, for the caches and what passes by.
+    need, free = parameters * max(bits, 8) / 8e9 * 1.2, free_memory(device)
     if free is None:
         return "tiny", f"qwen2.5 needs {need:.1f} GB in {bits} bits, and how much is free cannot be told here"
     enough = free >= need
     return "qwen2.5" if enough else "tiny", f"qwen2.5 needs {need:.1f} GB in {bits} bits, and {free:.1f} GB are free"
-
-
-def free_memory(device):
-    """In GB, of the GPU or of this machine (or the container that this is, on Linux). None where it cannot be told."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0] / 1e9
-    known = []
-    if os.path.exists("/proc/meminfo"):
-        with open("/proc/meminfo") as f:
-            known += [int(line.split()[1]) * 1024 / 1e9 for line in f if line.startswith("MemAvailable")]
-    used, limit = "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.max"
-    if os.path.exists(used) and os.path.exists(limit):
-        with open(used) as f, open(limit) as g:
-            now, most = f.read().strip(), g.read().strip()
-        known += [(int(most) - int(now)) / 1e9] if most.isdigit() else []
-    if not known and hasattr(os, "sysconf"):  # macOS tells the total. About half of that can usually be had
-        known = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2e9]
-    return min(known, default=None)
 
 
 def prompts(is_chat, domain):

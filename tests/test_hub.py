@@ -108,6 +108,16 @@ def test_what_was_downloaded_is_the_default(hub, tmp_path):
     assert done.stdout.split() == ["tiny", "qwen2.5"], done.stderr
 
 
+def test_memory_takes_config_files_alone(hub, tmp_path):
+    url, asked = hub
+    command = ["bench.py", "memory", "--target", "org/tiny", "--draft", "org/tiny"]
+    done = python(command, tmp_path / "home", HF_ENDPOINT=url)
+    assert done.returncode == 0 and "target, layers" in done.stdout, done.stderr
+    assert {path.split("/")[-1] for path in asked if "/resolve/" in path} <= {"config.json", "generation_config.json"}
+    loaded = python(["-c", LOAD], tmp_path / "home", HF_ENDPOINT=url)  # what is there does not pass for a whole model
+    assert loaded.returncode == 0, loaded.stderr
+
+
 def test_what_cannot_be_had_is_one_line(hub, tmp_path):
     url, _ = hub
     command = ["bench.py", "--target", "org/tiny", "--draft", "org/tiny"]

@@ -6,6 +6,7 @@ from huggingface_hub import constants
 import bench
 import folders
 import pairs
+from machine import free_memory
 
 
 @pytest.fixture
@@ -66,4 +67,4 @@ def test_half_a_pair_is_one_line(arguments, word, capsys):
 
 
 def test_free_memory():
-    assert 0 < pairs.free_memory("cpu") < 100_000
+    assert 0 < free_memory("cpu") < 100_000

@@ -1,0 +1,124 @@
+"""What a pair needs of memory, told from the two config.json before any weight is read: `python bench.py memory`.
+
+It counts what model.py, quantize.py and kv_cache.py allocate. --measure loads the pair, decodes, and sets beside the
+plan what that came to.
+"""
+
+import os
+
+import torch
+
+from machine import free_memory
+from model import Config, Qwen2, find
+from speculative import DraftModel, speculative_decode
+
+WAYS = {"4 bits, GPU": (4, "cuda"), "16 bits, GPU": (16, "cuda"), "4 bits, CPU": (4, "cpu")}
+WAYS["32 bits, CPU"] = (32, "cpu")
+FRAMEWORK = {"cuda": 500e6, "cpu": 300e6}  # about: a CUDA context and its libraries; Python with torch
+LAPTOP = 6e9  # bytes of GPU memory
+
+
+def matrix(out, columns, bits, device):
+    """Bytes of a weight [out, columns], laid out for its kernel."""
+    if bits != 4:
+        return out * columns * bits // 8
+    if device == "cuda":
+        return out * columns // 2 + out * columns // 32 * 4  # codes; a scale and an offset in bfloat16 for each group
+    return out * columns + out * 12  # a byte each; a sum, a step and a zero for each row
+
+
+def model(c, bits, device):
+    """Bytes of the layers, and of head and embedding, for Config c."""
+    hidden, inner, q, kv = c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads
+    q, kv = q * c.head_dim, kv * c.head_dim
+    shapes = [(q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)]
+    small = (2 * hidden + (q + 2 * kv) * c.attention_bias) * width(bits, device)  # norms and biases
+    layers = c.num_hidden_layers * (sum(matrix(*shape, bits, device) for shape in shapes) + small)
+    head, embedding = matrix(c.vocab_size, hidden, bits, device), 0
+    if bits == 4:  # rows are read from the codes, whether or not the head is of the same
+        embedding = c.vocab_size * (hidden // 2 + hidden // 32 * 2 + 4)
+    elif not c.tie_word_embeddings:
+        embedding = head
+    return layers, head + embedding
+
+
+def width(bits, device):
+    """Bytes of a number that is no weight: float32 or bfloat16."""
+    return 4 if device == "cpu" and bits != 16 else 2
+
+
+def plan(configs, bits, device, context, gamma):
+    """{part: bytes} for configs (target, draft) and texts of up to `context` tokens."""
+    parts, number, caches, passing = {}, width(bits, device), 0, 0
+    for name, c in zip(("target", "draft"), configs, strict=True):
+        parts[f"{name}, layers"], parts[f"{name}, head and embedding"] = model(c, bits, device)
+        length = min(context, c.max_position_embeddings)
+        caches += 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * length * number
+        rows = min(512, length)  # of a prompt go through the layers at once; the mask as booleans and as numbers
+        pass_ = rows * (4 * c.intermediate_size + 6 * c.hidden_size + length) * number + rows * length
+        unpacked = 4 * c.intermediate_size * c.hidden_size if bits == 4 and device == "cuda" else 0
+        passing = max(passing, pass_ + unpacked)
+    parts[f"caches, {context:,} tokens"] = caches
+    # In float32 of the target the logits, p, and p - q, of the draft q; and sums in float64.
+    parts[f"logits, {gamma + 1} rows"] = max(c.vocab_size for c in configs) * (gamma + 1) * (4 * 4 + 8)
+    parts["a prompt in passing"] = passing
+    parts["framework"] = FRAMEWORK[device]
+    return parts
+
+
+def report(target, draft, args, device):
+    """Print the table for two folders or Hub ids. Returns its rows, for --json."""
+    configs = [Config.read(find(path, files=["*config.json"])) for path in (target, draft)]
+    plans = {way: plan(configs, *WAYS[way], args.context, args.gamma) for way in WAYS}
+    rows = [{"part": part, **{way: plans[way][part] for way in WAYS}} for part in plans["4 bits, GPU"]]
+    rows.append({"part": "together", **{way: sum(plans[way].values()) for way in WAYS}})
+    print(f"target {target}\ndraft  {draft}\n\n{'in MB':<28}" + "".join(f"{way:>14}" for way in WAYS))
+    for row in rows:
+        print(f"{row['part']:<28}" + "".join(f"{row[way] / 1e6:>14,.0f}" for way in WAYS))
+    print()
+    free = free_memory(device)
+    places = [("A GPU of 6 GB", "cuda", LAPTOP)] + [(f"What is free here ({device})", device, free * 1e9)] * bool(free)
+    for place, kind, room in places:
+        print(f"{place}, {room / 1e9:.1f} GB:")
+        left = {way: (room - rows[-1][way]) / 1e9 for way in WAYS if WAYS[way][1] == kind}
+        for way, spare in left.items():
+            print(f"    {way}: " + (f"fits, {spare:.1f} GB to spare" if spare > 0 else f"{-spare:.1f} GB short"))
+        if max(left.values()) <= 0:
+            print("    Take a shorter --context, or smaller models")
+    return rows + (measure(target, draft, configs, args, device) if args.measure else [])
+
+
+def measure(target, draft, configs, args, device):
+    """Load the pair, decode up to --context tokens, and print what came to be used beside the plan. Returns rows."""
+    bits, before = args.bits or (32 if device == "cpu" else 16), in_use(device)
+    pair = [Qwen2.load(find(path), bits, device) for path in (target, draft)]
+    weights = in_use(device) - before
+    length = min([args.context, *(c.max_position_embeddings for c in configs)])
+    prompt, drafter = [0] * (length - args.gamma - 1), DraftModel(pair[1], length)
+    for _ in speculative_decode(pair[0], drafter, prompt, args.gamma + 1, args.gamma):
+        pass
+    everything = in_use(device, peak=True) - before
+    parts, rows = plan(configs, bits, device, length, args.gamma), []
+    planned = sum(parts[part] for part in parts if "layers" in part or "head" in part)
+    for what, used, told in [
+        ("weights", weights, planned),
+        ("at most, while decoding", everything, sum(parts.values()) - parts["framework"]),
+    ]:
+        print(f"measured, {bits} bits: {what} {used / 1e6:,.0f} MB, planned {told / 1e6:,.0f} ({told / used - 1:+.0%})")
+        rows.append({"part": what, "bits": bits, "measured": used, "planned": told})
+    return rows
+
+
+def in_use(device, peak=False):
+    """Bytes that tensors have of a GPU, or this process of the machine's memory, now or at most since the last call."""
+    if device == "cuda":
+        used = torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return used
+    if not os.path.exists("/proc/self/status"):
+        raise ValueError("--measure: how much a process uses can be told on Linux and of a CUDA GPU only")
+    with open("/proc/self/status") as f:
+        kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in f if line.startswith(("VmHWM", "VmRSS"))}
+    with open("/proc/self/clear_refs", "w") as f:
+        f.write("5")  # the peak begins anew
+    return 1024 * kilobytes["VmHWM" if peak else "VmRSS"]
