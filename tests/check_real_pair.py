@@ -17,8 +17,9 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from bench import PROMPTS, decode, first_difference
+from bench import decode, first_difference
 from model import Qwen2
+from pairs import prompts as known
 from text import Text
 
 NEW_TOKENS, GAMMAS, TOLERANCE = 64, (1, 3, 7), 1e-3
@@ -114,7 +115,8 @@ def main():
     transformers.logging.set_verbosity_error()
     target = Qwen2.load(args.target, bits=32, device="cpu")
     text = Text(args.target, target.config.eos)
-    prompts = [(f"{domain} {i}", text.prompt(p)) for domain in PROMPTS for i, p in enumerate(PROMPTS[domain], 1)]
+    asked = known(True, "all").items()
+    prompts = [(f"{domain} {i}", text.prompt(p)) for domain, some in asked for i, p in enumerate(some, 1)]
     draft = Qwen2.load(args.draft, bits=32, device="cpu") if args.part in (None, "greedy") else None
     peer = None
     if args.part != "self":
