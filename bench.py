@@ -222,7 +222,7 @@ def parse(argv):
     parser.add_argument("prompt", nargs="?", help="for watch: what to ask, or with a base model what to continue")
     parser.add_argument("--target", help=f"the large model, or a pair: {', '.join(PAIRS)}. Default: one that is here")
     parser.add_argument("--draft", help="the small model: folder or Hub id")
-    parser.add_argument("--bits", type=int, choices=[4, 16, 32], help="of a weight. Default: 32 on a CPU, 16 on a GPU")
+    parser.add_argument("--bits", type=int, choices=[4, 16, 32], help="Default: 32; 16 on a GPU; what a folder has")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     parser.add_argument("--gamma", type=number(int, 0, 64), default=4, help="tokens a round may draft. Default: 4")
     parser.add_argument("--temperature", type=number(float, 0, inf), default=0.0, help="0, the default, is greedy")
@@ -242,7 +242,7 @@ def start(args):
     """Refuse what can be refused before any weight is read, load the pair, and do what was asked for."""
     if (args.command == "watch") != (args.prompt is not None):
         raise ValueError('watch takes a prompt and the showdown none: python bench.py watch "Why is the sky blue?" ...')
-    if args.max_new_tokens < args.gamma + 2:
+    if args.command != "memory" and args.max_new_tokens < args.gamma + 2:
         raise ValueError(f"--max-new-tokens must be --gamma + 2 or more, here {args.gamma + 2}: round 1 is not timed")
     if not {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}.get(args.device, True):
         raise ValueError(f"--device {args.device}: torch {torch.__version__} finds none here; leave it out for the CPU")
@@ -260,7 +260,8 @@ def start(args):
     check_same_ids(*texts)
     asked = {} if args.command == "watch" else prompts(texts[0].is_chat, args.domain)
     pair = [Qwen2.load(folder, args.bits, device) for folder in folders]
-    about, dtype = describe(pair[0].device), str(pair[0].dtype).removeprefix("torch.")
+    kernel, dtype = type(pair[0].layers[0].qkv).__name__, str(pair[0].dtype).removeprefix("torch.")
+    about, dtype = describe(pair[0].device), dtype if kernel == "Linear" else f"4 bits ({kernel})"
     how = f"temperature {args.temperature:g}" if args.temperature else "greedy"
     print(f"target {target}\ndraft  {draft}\n{dtype}, {how}, gamma {args.gamma}, up to {args.max_new_tokens} tokens")
     print(f"{about['name']} ({about['device']}, {about['threads']} threads), torch {about['torch']}\n")

@@ -18,18 +18,18 @@ def describe(device):
 
 
 def free_memory(device):
-    """In GB, of the GPU or of this machine (or the container that this is, on Linux). None where it cannot be told."""
+    """In bytes, of the GPU or of this machine (on Linux, of its container). None where it cannot be told."""
     if device == "cuda":
-        return torch.cuda.mem_get_info()[0] / 1e9
+        return torch.cuda.mem_get_info()[0]
     known = []
     if os.path.exists("/proc/meminfo"):
         with open("/proc/meminfo") as f:
-            known += [int(line.split()[1]) * 1024 / 1e9 for line in f if line.startswith("MemAvailable")]
+            known += [int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable")]
     used, limit = "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.max"
     if os.path.exists(used) and os.path.exists(limit):
         with open(used) as f, open(limit) as g:
             now, most = f.read().strip(), g.read().strip()
-        known += [(int(most) - int(now)) / 1e9] if most.isdigit() else []
+        known += [int(most) - int(now)] if most.isdigit() else []
     if not known and hasattr(os, "sysconf"):  # macOS tells the total. About half of that can usually be had
-        known = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2e9]
+        known = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]
     return min(known, default=None)

@@ -13,7 +13,7 @@ from model import Config, Qwen2, find
 from speculative import DraftModel, speculative_decode
 
 WAYS = {"4 bits, GPU": (4, "cuda"), "16 bits, GPU": (16, "cuda"), "4 bits, CPU": (4, "cpu")}
-WAYS["32 bits, CPU"] = (32, "cpu")
+WAYS["32 bits, CPU"] = (32, "cpu")  # 4 bits on a GPU: of compute capability 8.0 or newer
 FRAMEWORK = {"cuda": 500e6, "cpu": 300e6}  # about: a CUDA context and its libraries; Python with torch
 LAPTOP = 6e9  # bytes of GPU memory
 
@@ -29,8 +29,8 @@ def matrix(out, columns, bits, device):
 
 def model(c, bits, device):
     """Bytes of the layers, and of head and embedding, for Config c."""
-    hidden, inner, q, kv = c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads
-    q, kv = q * c.head_dim, kv * c.head_dim
+    hidden, inner = c.hidden_size, c.intermediate_size
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     shapes = [(q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)]
     small = (2 * hidden + (q + 2 * kv) * c.attention_bias) * width(bits, device)  # norms and biases
     layers = c.num_hidden_layers * (sum(matrix(*shape, bits, device) for shape in shapes) + small)
@@ -54,10 +54,9 @@ def plan(configs, bits, device, context, gamma):
         parts[f"{name}, layers"], parts[f"{name}, head and embedding"] = model(c, bits, device)
         length = min(context, c.max_position_embeddings)
         caches += 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * length * number
-        rows = min(512, length)  # of a prompt go through the layers at once; the mask as booleans and as numbers
-        pass_ = rows * (4 * c.intermediate_size + 6 * c.hidden_size + length) * number + rows * length
-        unpacked = 4 * c.intermediate_size * c.hidden_size if bits == 4 and device == "cuda" else 0
-        passing = max(passing, pass_ + unpacked)
+        rows = min(512, length)  # of a prompt go through the layers at once; their mask is of booleans and of numbers
+        piece = rows * (4 * c.intermediate_size + 6 * c.hidden_size + length) * number + rows * length
+        passing = max(passing, piece + 2 * length * (c.hidden_size + c.head_dim) * number)  # all pieces, and rotations
     parts[f"caches, {context:,} tokens"] = caches
     # In float32 of the target the logits, p, and p - q, of the draft q; and sums in float64.
     parts[f"logits, {gamma + 1} rows"] = max(c.vocab_size for c in configs) * (gamma + 1) * (4 * 4 + 8)
@@ -76,9 +75,8 @@ def report(target, draft, args, device):
     for row in rows:
         print(f"{row['part']:<28}" + "".join(f"{row[way] / 1e6:>14,.0f}" for way in WAYS))
     print()
-    free = free_memory(device)
-    places = [("A GPU of 6 GB", "cuda", LAPTOP)] + [(f"What is free here ({device})", device, free * 1e9)] * bool(free)
-    for place, kind, room in places:
+    places = [("A GPU of 6 GB", "cuda", LAPTOP), (f"What is free here ({device})", device, free_memory(device))]
+    for place, kind, room in [place for place in places if place[2] is not None and place[1] != "mps"]:
         print(f"{place}, {room / 1e9:.1f} GB:")
         left = {way: (room - rows[-1][way]) / 1e9 for way in WAYS if WAYS[way][1] == kind}
         for way, spare in left.items():
@@ -90,7 +88,10 @@ def report(target, draft, args, device):
 
 def measure(target, draft, configs, args, device):
     """Load the pair, decode up to --context tokens, and print what came to be used beside the plan. Returns rows."""
-    bits, before = args.bits or (32 if device == "cpu" else 16), in_use(device)
+    if args.context < args.gamma + 2:
+        raise ValueError(f"--context {args.context}: with gamma {args.gamma} at least {args.gamma + 2} are needed")
+    stored = all(c.quantization_config for c in configs)
+    bits, before = args.bits or (4 if stored else 32 if device == "cpu" else 16), in_use(device)
     pair = [Qwen2.load(find(path), bits, device) for path in (target, draft)]
     weights = in_use(device) - before
     length = min([args.context, *(c.max_position_embeddings for c in configs)])

@@ -71,10 +71,9 @@ class Config:
 
 
 class Linear:
-    """x [T, in] -> x W^T + b [T, out]. In float32 on a CPU, F.linear takes one row on one thread, and for more copies
-    the weight in every call. So a large weight is laid out once, by oneDNN: 4 rows then cost about what 1 costs, the
-    time to stream the weight. A small one, and one also read `by_rows` (an embedding), is multiplied in 8 blocks that
-    threads can share."""
+    """x [T, in] -> x W^T + b [T, out]. In float32 on a CPU, F.linear takes one row on one thread, and copies the weight
+    for more. So a large one is laid out once, by oneDNN: 4 rows then cost about what 1 costs, the time to stream it. A
+    small one, or one also read `by_rows` (an embedding), is multiplied in 8 blocks that threads can share."""
 
     def __init__(self, weight, bias=None, by_rows=False):
         self.weight, self.bias, self.how = weight, bias, "plain"
@@ -118,7 +117,8 @@ class Layer:
         y = attend(rotate(q, *rope), k, v, mask)
         x = x + self.o(y.transpose(0, 1).reshape(len(x), -1))  # [T, heads * head_dim] -> [T, hidden]
         gate, up = self.gate_up(F.rms_norm(x, (c.hidden_size,), self.mlp_norm, c.rms_norm_eps)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+        # Threads share rows between them, and where one ends in the middle of a vector register, exp rounds otherwise.
+        return x + self.down(torch.cat([F.silu(rows) for rows in gate.split(1 if mask is None else len(x))]) * up)
 
 
 def attend(q, k, v, mask):
@@ -126,8 +126,7 @@ def attend(q, k, v, mask):
     up to its own: the shapes of plain decoding, and so its very bits, which one call for all rows would not give."""
     if mask is None and q.shape[1] > 1:
         ends = range(k.shape[1] - q.shape[1] + 1, k.shape[1] + 1)
-        rows = zip(q.split(1, 1), ends, strict=True)
-        return torch.cat([attend(row, k[:, :end], v[:, :end], None) for row, end in rows], 1)
+        return torch.cat([attend(q[:, i : i + 1], k[:, :end], v[:, :end], None) for i, end in enumerate(ends)], 1)
     return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, enable_gqa=True)[0]
 
 
@@ -142,9 +141,8 @@ class Qwen2:
 
     def __init__(self, config, embed, layers, norm, head):
         self.config, self.embed, self.layers, self.norm, self.head = config, embed, layers, norm, head
-        self.device, self.dtype = norm.device, norm.dtype
-        self.exact = getattr(head, "exact", False)  # do matmuls give a row the same bits alone and among others?
-        self.cos = self.sin = torch.empty(0)  # [positions, head_dim], as many as a text has needed so far
+        self.device, self.dtype, self.exact = norm.device, norm.dtype, getattr(head, "exact", False)
+        self.cos = self.sin = torch.empty(0).to(norm)  # [positions, head_dim], as many as a text has needed so far
 
     def new_cache(self, max_length):
         """An empty cache for texts of up to max_length tokens, or for as many as the model's context allows."""
@@ -154,7 +152,6 @@ class Qwen2:
 
     def __call__(self, ids, cache, last):
         """Add the tokens ids [T] to the cache. Returns logits [last, vocab], float32: what follows each of the last.
-
         `last` may be 0. Only these rows go through the head: all rows of a long prompt would be over a gigabyte.
         """
         ids = torch.as_tensor(ids, device=self.device)
@@ -162,20 +159,21 @@ class Qwen2:
             raise NotImplementedError(f"batch size is one here: ids must be [T], not {list(ids.shape)}")
         assert 0 <= last <= len(ids), f"last is {last}, of {len(ids)} tokens"
         x = torch.cat([self.hidden_states(some, cache) for some in ids.split(512)])[len(ids) - last :]  # small masks
-        return self.head(F.rms_norm(x, (self.config.hidden_size,), self.norm, self.config.rms_norm_eps)).float()
+        x = F.rms_norm(x, (self.config.hidden_size,), self.norm, self.config.rms_norm_eps)
+        return self.head(x).float() if last else torch.empty(0, self.config.vocab_size, device=self.device)
 
     def hidden_states(self, ids, cache):
         """Embed ids [T], run all layers over them, and let the cache advance. Returns [T, hidden]."""
         start, end = cache.length, cache.length + len(ids)
-        if end > len(self.cos):  # computed anew in each pass, these would be a tenth of a small draft's operators
+        while end > len(self.cos):  # computed anew in each pass, these would be a tenth of a small draft's operators
             turns = self.config.rope_theta ** -(torch.arange(0, self.config.head_dim, 2.0) / self.config.head_dim)
-            angles = torch.outer(torch.arange(2.0 * end), turns)  # [2 end, head_dim / 2]
-            self.cos = angles.cos().repeat(1, 2).to(self.norm)
-            self.sin = torch.cat([-angles.sin(), angles.sin()], -1).to(self.norm)
+            angles = torch.outer(torch.arange(len(self.cos), len(self.cos) + 512.0), turns)  # [512, head_dim / 2]
+            self.cos = torch.cat([self.cos, angles.cos().repeat(1, 2).to(self.norm)])
+            self.sin = torch.cat([self.sin, torch.cat([-angles.sin(), angles.sin()], -1).to(self.norm)])
         rope = self.cos[start:end], self.sin[start:end]
         # Row i may see all that is cached and itself, keys 0 .. start + i. SDPA's own is_causal would line the triangle
-        # up with key 0 and hide nearly everything from a verify pass. A single row sees all keys and needs no mask.
-        alone = len(ids) <= (16 if self.exact else 1)  # row by row, see `attend`
+        # up with key 0 and hide nearly all from a verify pass. One row needs no mask; nor do few, see `attend`.
+        alone = len(ids) <= (16 if self.exact else 1)
         mask = None if alone else torch.ones(len(ids), end, dtype=torch.bool, device=self.device).tril(start)
         x = self.embed.weight[ids].to(self.dtype)
         for index, layer in enumerate(self.layers):
@@ -186,7 +184,6 @@ class Qwen2:
     @classmethod
     def load(cls, path, bits=None, device=None, dtype=None):
         """Read a folder or Hub id. bits: 32 (the default on a CPU), 16, or 4, by quantize.py, tensor after tensor.
-
         Raises OSError or ValueError, in one line, for files that are missing, damaged or of another model.
         """
         folder = find(path)
@@ -195,20 +192,23 @@ class Qwen2:
         if bits not in (4, 16, 32) or (c.quantization_config and bits != 4):
             raise ValueError(f"{folder}: bits is {bits} and must be 4{'' if c.quantization_config else ', 16 or 32'}")
         dtype = dtype or (torch.float32 if bits == 32 or (bits == 4 and device.type == "cpu") else torch.bfloat16)
-        weights, tied = Checkpoint(folder, device, dtype), c.tie_word_embeddings
+        weights, tied, shape = Checkpoint(folder, device, dtype), c.tie_word_embeddings, (c.vocab_size, c.hidden_size)
         if bits == 4:
             from quantize import Weights  # here, so that this file can be imported alone
             weights = Weights(weights)
-        embed = weights.linear("model.", c.hidden_size, embed_tokens=c.vocab_size, by_rows=True)
+        if tied and "lm_head.weight" in weights.shapes:  # some have one though they are tied
+            two = [weights.take(f"{n}.weight", *shape, mapped=True) for n in ("lm_head", "model.embed_tokens")]
+            if not torch.equal(*two):
+                warnings.warn(f"{folder}: lm_head.weight is ignored: tied, but unlike the embedding", stacklevel=2)
+            del weights.shapes["lm_head.weight"]
+        embed = head = weights.linear("model.", c.hidden_size, embed_tokens=c.vocab_size, by_rows=True)
         layers = [Layer(c, weights, i) for i in tqdm(range(c.num_hidden_layers), "loading", disable=None)]
         norm = weights.take("model.norm.weight", c.hidden_size)
-        if "lm_head.weight" in weights.shapes or not tied:  # some have one though they are tied
-            head = weights.linear("", c.hidden_size, lm_head=c.vocab_size, by_rows=tied)
-            if tied and not torch.equal(head.weight[:], embed.weight[:]):
-                warnings.warn(f"{folder}: lm_head.weight is ignored: tied, but unlike the embedding", stacklevel=2)
+        if not tied:
+            head = weights.linear("", c.hidden_size, lm_head=c.vocab_size)
         if weights.shapes:
             raise ValueError(f"{folder}: {min(weights.shapes)} has no place in this model: is config.json its own?")
-        return cls(c, embed, layers, norm, embed if tied else head)
+        return cls(c, embed, layers, norm, head)
 
 
 def find(path, download=True, files=("*.json", "*.safetensors")):
@@ -254,11 +254,11 @@ class Checkpoint:
                 self.shapes[name], self.file[name] = shape, file
 
     def take(self, name, *shape, mapped=False):
-        """One tensor, on the device and in the dtype. mapped: the file's own bytes, not to be kept: it may go."""
+        """One tensor, on the device and in the dtype. mapped: only a look at the file's own bytes, which may change."""
         if name not in self.shapes:
             hint = "tie_word_embeddings is false in config.json" if name == "lm_head.weight" else "download it again"
             raise ValueError(f"{self.folder}: the tensor {name} is missing: {hint}")
-        file, stored = self.file[name], self.shapes.pop(name)
+        file, stored = self.file[name], self.shapes[name] if mapped else self.shapes.pop(name)
         if stored != list(shape):
             raise ValueError(f"{file}: {name} has shape {stored}, but config.json asks for {list(shape)}")
         try:

@@ -43,12 +43,12 @@ def default(device, bits):
             return "tiny", f"{name} is not on this machine, or not all of it"
         parameters += sum(torch.Size(shape).numel() for shape in shapes.values())
     bits = bits or (32 if device == "cpu" else 16)
-    # On a CPU 4 bits are unpacked to 8. A fifth more, for the caches and what passes by.
-    need, free = parameters * max(bits, 8) / 8e9 * 1.2, free_memory(device)
+    need, free = parameters * bits / 8 * 1.2, free_memory(device)  # a fifth more, for the caches and what passes by
+    need *= 2 if bits == 4 and device == "cpu" else 1  # there they are unpacked to 8
+    why = f"qwen2.5 needs {need / 1e9:.1f} GB in {bits} bits"
     if free is None:
-        return "tiny", f"qwen2.5 needs {need:.1f} GB in {bits} bits, and how much is free cannot be told here"
-    enough = free >= need
-    return "qwen2.5" if enough else "tiny", f"qwen2.5 needs {need:.1f} GB in {bits} bits, and {free:.1f} GB are free"
+        return "tiny", f"{why}, and how much is free cannot be told here"
+    return "qwen2.5" if free >= need else "tiny", f"{why}, and {free / 1e9:.1f} GB are free"
 
 
 def prompts(is_chat, domain):

@@ -1,6 +1,6 @@
 """Weights in 4 bits, by hand: how they are found, how they are stored, and how they are multiplied with.
 
-    python quantize.py MODEL --out DIR      from a folder or Hub id to a folder of a third of the size
+    python quantize.py MODEL --out DIR      from a folder or Hub id to one of 0.28 times the size
 
 A token reads every weight once, so on most machines decoding is as fast as the weights are small. Each row of a matrix
 is cut into groups of 32, and a group has a scale and a zero of its own (a byte each):
@@ -8,14 +8,14 @@ is cut into groups of 32, and a group has a scale and a zero of its own (a byte 
     weight = row * 2^(-scale / 16) * (code - zero / 16)      code 0 .. 15, scale and zero 0 .. 255, row a float32
 
 That is 4.5 bits a weight, and 32 more a row. The scale counts down from the row's largest in sixteenths of an octave,
-so that groups 60,000 times smaller than the largest keep their shape. Nothing but the weights is looked at: no data.
+so that an outlier costs its own group and no other. Nothing but the weights is looked at: no data.
 """
 
 import argparse
 import functools
+import glob
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -41,10 +41,10 @@ class FourBit:
 
     def __init__(self, codes, scale, zero, row, columns):
         self.codes, self.scale, self.zero, self.row, self.columns = codes, scale, zero, row, columns
-        self.group = 2 * codes.shape[1] // scale.shape[1]
+        self.group, self.steps = 2 * codes.shape[1] // scale.shape[1], STEP.to(row.device)
 
     def __getitem__(self, ids):
-        scale = STEP.to(self.row.device)[self.scale[ids].int()] * self.row[ids, None]  # [n, groups]
+        scale = self.steps[self.scale[ids].int()] * self.row[ids, None]  # [n, groups]
         codes = torch.stack([self.codes[ids] & 15, self.codes[ids] >> 4], -1).view(*scale.shape, -1)
         values = (codes - self.zero[ids, :, None] / 16) * scale[:, :, None]  # [n, groups, group]
         return values.view(len(scale), -1)[:, : self.columns]
@@ -55,6 +55,8 @@ class FourBit:
 
 def stack(matrices):
     """Matrices of the same columns and groups, one below the other."""
+    if len({matrix.group for matrix in matrices}) > 1:
+        raise ValueError(f"one layer in groups of {[matrix.group for matrix in matrices]}: quantize the model again")
     parts = zip(*(matrix.parts().values() for matrix in matrices), strict=True)
     return FourBit(*map(torch.cat, parts), matrices[0].columns)
 
@@ -92,9 +94,9 @@ def quantize_rows(weight, group):
     # To bytes. With the codes that it brings, a neighbour of the nearest scale may fit better.
     row, zero = scale.amax(1, True).clamp(min=2**16 * TINY), (zero * 16).round()  # [out, 1, 1], [out, groups, 1]
     nearest, steps = torch.log2(scale / row).mul(-16).round().int(), STEP.to(x.device)
-    bytes = [(nearest + more).clamp(0, 255) for more in (0, -1, 1)]
-    best = least_error(x, [(steps[byte] * row, zero / 16) for byte in bytes])
-    byte = torch.stack(bytes).gather(0, best)[0]
+    near = [(nearest + more).clamp(0, 255) for more in (0, -1, 1)]
+    best = least_error(x, [(steps[byte] * row, zero / 16) for byte in near])
+    byte = torch.stack(near).gather(0, best)[0]
     codes = encode(x, steps[byte] * row, zero / 16).to(torch.uint8).view(len(x), -1)
     scale, zero = (values.squeeze(-1).to(torch.uint8) for values in (byte, zero))
     return codes[:, ::2] | codes[:, 1::2] << 4, scale, zero, row.view(-1)
@@ -120,7 +122,9 @@ class Reference:
         self.matrix, self.bias = matrix, bias
 
     def __call__(self, x):
-        return F.linear(x, self.matrix[:].to(x.dtype), self.bias)
+        blocks = range(0, len(self.matrix.row), 4096)  # a head of 150,000 rows would be 1 GB in float32
+        y = torch.cat([F.linear(x, self.matrix[i : i + 4096].to(x.dtype)) for i in blocks], -1)
+        return y if self.bias is None else y + self.bias
 
 
 class Int8:
@@ -137,7 +141,7 @@ class Int8:
     def __init__(self, matrix, bias=None, block=None):
         out, self.bias, self.blocks = len(matrix.row), bias, []
         integers, step = torch.empty(out, matrix.columns, dtype=torch.int8), torch.empty(out)
-        for rows in torch.arange(out).split(4096):  # a head of 150,000 rows would be 1 GB in float32
+        for rows in [slice(i, i + 4096) for i in range(0, out, 4096)]:
             values = matrix[rows]
             step[rows] = values.abs().amax(1).clamp(min=TINY) / 63
             integers[rows] = (values / step[rows, None]).round().to(torch.int8)
@@ -162,7 +166,8 @@ class Int4Pack:
 
     def __init__(self, matrix, bias=None):
         self.bias, self.group, cuda = bias, matrix.group, matrix.row.is_cuda
-        scale = STEP.to(matrix.row.device)[matrix.scale.int()] * matrix.row[:, None]  # [out, groups]
+        self.exact = not cuda
+        scale = matrix.steps[matrix.scale.int()] * matrix.row[:, None]  # [out, groups]
         offset = (8 - matrix.zero / 16) * scale  # here a weight is (code - 8) scale + offset
         self.scales = torch.stack([scale, offset], -1).transpose(0, 1).contiguous().bfloat16()  # [groups, out, 2]
         low, high = matrix.codes & 15, matrix.codes >> 4
@@ -175,10 +180,7 @@ class Int4Pack:
             self.multiply = torch._weight_int4pack_mm_for_cpu
 
     def __call__(self, x):
-        if x.is_cuda and len(x) > 32:  # A prompt: made for few rows, the kernel does best to unpack the weights, once
-            y = x @ self.multiply(torch.eye(x.shape[1]).to(x), self.packed, self.group, self.scales)
-        else:
-            y = self.multiply(x.bfloat16(), self.packed, self.group, self.scales).to(x.dtype)
+        y = self.multiply(x.bfloat16(), self.packed, self.group, self.scales).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
 
@@ -211,9 +213,12 @@ class Weights:
         """As that of the Checkpoint. by_rows: the result has the matrix itself as `weight`, for an embedding."""
         matrix = stack([self.matrix(f"{at}{name}", size, inputs) for name, size in outputs.items()])
         bias = torch.cat([self.take(f"{at}{name}.bias", size) for name, size in outputs.items()]) if bias else None
-        kind = kernel(self.checkpoint.device, self.checkpoint.dtype, matrix.group)
-        tiles = matrix.columns % max(128, matrix.group) == len(matrix.row) % 16 == 0
-        result = (kind if tiles or kind is Int8 else Reference)(matrix, bias)
+        kind, shape = kernel(self.checkpoint.device, self.checkpoint.dtype, matrix.group), (len(matrix.row), inputs)
+        if kind is Int4Pack and (shape[0] % 16 or inputs % max(128, matrix.group)):
+            warnings.warn(f"{at}{'+'.join(outputs)}: no kernel for a shape of {shape}: it will be slow", stacklevel=2)
+            kind = Reference
+        head = {"lm_head.weight", "lm_head.codes"} & self.shapes.keys()  # then an embedding is only looked up
+        result = (Reference if by_rows and head else kind)(matrix, bias)
         result.weight = matrix if by_rows else None
         return result
 
@@ -221,16 +226,20 @@ class Weights:
         """A FourBit: of the tensors name.codes, scale, zero, row, or made of name.weight, straight from the file."""
         device, shapes = self.checkpoint.device, self.shapes
         if f"{name}.codes" not in shapes:
-            return quantize(self.take(f"{name}.weight", out, columns, mapped=True).to(device))
-        file, stored = self.checkpoint.file[f"{name}.codes"], {}
-        for part in ("codes", "scale", "zero", "row"):
-            stored[part] = shapes.pop(f"{name}.{part}", [0])
-        padded, groups = 2 * stored["codes"][-1], stored["scale"][-1]
-        wanted = {"codes": [out, padded // 2], "scale": [out, groups], "zero": [out, groups], "row": [out]}
-        if stored != wanted or padded % groups or not 0 <= padded - columns < padded // groups:
+            matrix = quantize(self.take(f"{name}.weight", out, columns, mapped=True).to(device))
+            del shapes[f"{name}.weight"]
+            return matrix
+        file = self.checkpoint.file[f"{name}.codes"]
+        stored = {part: shapes.pop(f"{name}.{part}", None) for part in ("codes", "scale", "zero", "row")}
+        half, groups = (stored["codes"] or [0])[-1], (stored["scale"] or [0])[-1]
+        wanted = {"codes": [out, half], "scale": [out, groups], "zero": [out, groups], "row": [out]}
+        if stored != wanted or not groups or 2 * half % groups or not 0 <= 2 * half - columns < 2 * half // groups:
             raise ValueError(f"{file}: {name} has parts of shapes {stored}, and config.json asks for {[out, columns]}")
-        with safe_open(file, "pt") as f:
-            parts = {part: f.get_tensor(f"{name}.{part}").to(device, copy=True) for part in wanted}
+        try:
+            with safe_open(file, "pt") as f:
+                parts = {part: f.get_tensor(f"{name}.{part}").to(device, copy=True) for part in wanted}
+        except (OSError, SafetensorError) as error:
+            raise OSError(f"{file}: cannot read {name} ({error}): quantize the model again") from None
         kinds = [part.dtype for part in parts.values()]
         if kinds != [torch.uint8] * 3 + [torch.float32] or not parts["row"].isfinite().all():
             raise ValueError(f"{file}: {name} is damaged, or not from quantize.py: {kinds}")
@@ -241,12 +250,13 @@ def save(model, out, group=GROUP):
     """Quantize a model folder or Hub id into the new folder `out`, all of it or nothing. Prints a table of errors."""
     from model import Checkpoint, Config, find, read_json
 
+    above = os.path.dirname(os.path.abspath(out))
+    if os.path.exists(out) or not os.access(above, os.W_OK):
+        raise ValueError(f"--out {out}: it exists already, or {above} cannot be written in")
     folder = find(model)
     c, weights, tensors, table, before = Config.read(folder), Checkpoint(folder, "cpu", torch.float32), {}, {}, 0
     if c.quantization_config:
         raise ValueError(f"{folder} holds 4-bit weights already: take the folder that it was made from")
-    if os.path.exists(out):
-        raise ValueError(f"--out {out} exists: take another, or delete it")
     for name in tqdm(list(weights.shapes), "quantizing", unit="tensor", disable=None):
         tensor, stem = weights.take(name, *weights.shapes[name], mapped=True), name.removesuffix(".weight")
         if stem == "lm_head" and c.tie_word_embeddings:
@@ -259,9 +269,12 @@ def save(model, out, group=GROUP):
         tensors |= {f"{stem}.{part}": values for part, values in matrix.parts().items()}
         layer = int(stem.split(".")[2]) if ".layers." in stem else -1
         table.setdefault(layer, {})[stem.split(".")[-1].removesuffix("_proj")] = relative_error(matrix, tensor)
-    with tempfile.TemporaryDirectory(dir=os.path.dirname(os.path.abspath(out)), ignore_cleanup_errors=True) as work:
+    with tempfile.TemporaryDirectory(dir=above, ignore_cleanup_errors=True) as work:
         part = os.path.join(work, "part")
-        shutil.copytree(folder, part, ignore=lambda _, all: [n for n in all if not re.search(r"(?<!index)\.json$", n)])
+        os.mkdir(part)
+        for file in glob.glob(os.path.join(glob.escape(folder), "*.json")):
+            if not file.endswith("index.json"):
+                shutil.copyfile(file, os.path.join(part, os.path.basename(file)))
         config = read_json(os.path.join(folder, "config.json")) | {"quantization_config": {"quant_method": "affine4"}}
         with open(os.path.join(part, "config.json"), "w", encoding="utf-8") as f:
             json.dump(config, f, indent=1)
@@ -289,7 +302,9 @@ def main():
     args = parser.parse_args()
     try:
         save(args.model, args.out, args.group)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):
+            raise
         print(f"quantize.py: {' '.join(str(error).split())[:400]}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

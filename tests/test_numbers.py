@@ -8,8 +8,8 @@ import torch
 
 from kv_cache import KVCache
 from model import Config, Layer, Linear
-from speculative import DraftModel
-from toys import Scripted, Toy, decode, one_hot, qwen2
+from speculative import DraftModel, warp
+from toys import Scripted, Toy, decode, one_hot, oracle, qwen2
 
 
 def test_a_wider_draft():  # B38, the other way round
@@ -54,6 +54,33 @@ def test_float16_attention_does_not_overflow():  # B58: 128 channels of 40 x 40 
     cache, rope = KVCache(1, 1, 128, 4, torch.float16), (torch.ones(2, 128).half(), torch.zeros(2, 128).half())
     out = layer(torch.ones(2, 128).half(), 0, cache, rope, torch.ones(2, 2, dtype=torch.bool).tril())
     torch.testing.assert_close(out, torch.full((2, 128), 41.0).half(), atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e6])
+def test_extreme_temperatures(temperature):  # B26
+    probs = warp(torch.tensor([[2.0, 1.0, -50.0]]), temperature, 0, 1.0)
+    assert torch.isfinite(probs).all() and abs(probs.sum() - 1) < 1e-6
+
+
+def test_warp_keeps_ties():
+    tied = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    assert warp(tied, 1.0, 2, 1.0).tolist()[0] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
+    assert warp(tied, 1.0, 0, 0.1).tolist()[0] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
+    assert warp(tied, 1.0, 9, 1.0).sum() == pytest.approx(1)  # top_k beyond the vocabulary
+
+
+def test_seeds():  # B26, B27
+    model, before = qwen2(), torch.get_rng_state()
+
+    def sample(seed, temperature):
+        g = torch.Generator().manual_seed(seed)
+        return decode(
+            model, DraftModel(model, 99, temperature, generator=g), [5], 20, temperature=temperature, generator=g
+        )[0]
+
+    assert sample(1, 1.0) == sample(1, 1.0) != sample(2, 1.0)
+    assert sample(1, 0.0) == sample(2, 0.0) == oracle(model, [5], 20)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -216,21 +216,10 @@ def test_a_model_in_4_bits(tmp_path):
     assert torch.equal(logits(untied, bits=4), ours)
 
 
-def test_rows_are_the_same_in_any_company(tmp_path):
-    model = Qwen2.load(bfloat16(tmp_path / "m"), bits=4, device="cpu")
-    assert model.exact
-    ids, cache = torch.arange(96) * 37 % 256, model.new_cache(96)
-    model(ids[:80], cache, 0)
-    alone = torch.cat([model(id, cache, 1) for id in ids[80:].split(1)])
-    for rows in (2, 3, 5, 16):
-        cache.rollback(80)
-        assert torch.equal(torch.cat([model(some, cache, len(some)) for some in ids[80:].split(rows)]), alone)
-
-
 @pytest.mark.parametrize("gamma", [1, 3, 7])
 def test_speculation_changes_no_token(tmp_path, gamma):
     target = Qwen2.load(bfloat16(tmp_path / "m"), bits=4, device="cpu")
-    draft = Qwen2.load(bfloat16(tmp_path / "d", seed=0, num_hidden_layers=1), bits=4, device="cpu")
+    draft = Qwen2.load(bfloat16(tmp_path / "d", num_hidden_layers=1), bits=4, device="cpu")
     for prompt in ([1, 2, 3], [200], list(range(100, 140))):
         plain, _ = decode(target, None, prompt, 60, 0)
         assert decode(target, DraftModel(draft, 128), prompt, 60, gamma)[0] == plain
@@ -278,6 +267,8 @@ def test_interrupted(tmp_path, monkeypatch):
         (lambda t: {"codes": t["codes"][:, 1:].contiguous()}, "shapes"),
         (lambda t: {"codes": t["codes"][1:].contiguous()}, "shapes"),
         (lambda t: {"scale": t["scale"][:, :1].contiguous()}, "shapes"),
+        (lambda t: {"scale": t["scale"][:, :0], "zero": t["zero"][:, :0]}, "shapes"),
+        (lambda t: {"codes": torch.tensor(1, dtype=torch.uint8)}, "shapes"),
         (lambda t: {"scale": None}, "shapes"),
         (lambda t: {"zero": None}, "shapes"),
     ],
