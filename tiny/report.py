@@ -130,8 +130,8 @@ def report(work):
     with open(HERE / "prompts.json", encoding="utf-8") as f:
         prompts = json.load(f)
     for domain, (first, *_) in prompts.items():
-        print(f"\n--- {domain}, at temperature 0.8, behind this line:\n{first.splitlines()[-1]}\n")
-        print(write(pair, text, first, 120, temperature=0.8)[0])
+        print(f"\n--- {domain}, at temperature 0.6, behind this line:\n{first.splitlines()[-1]}\n")
+        print(write(pair, text, first, 120, temperature=0.6)[0])
 
 
 def main():
