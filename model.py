@@ -50,7 +50,7 @@ class Config:
             (c.get("use_sliding_window"), "use_sliding_window: true"),
             (kind != "default", f"rope scaling {kind!r}"),
             (c.get("hidden_act", "silu") != "silu", f"hidden_act {c.get('hidden_act')!r}"),
-            (c.get("quantization_config") not in (None, {"quant_method": "affine4"}), "this quantization_config"),
+            ("affine4" not in str(c.get("quantization_config", "affine4")), "this quantization_config"),
         ]:
             if refused:
                 raise ValueError(f"{path}: {what} is not supported here; take another checkpoint")
@@ -195,7 +195,7 @@ class Qwen2:
         weights, tied, shape = Checkpoint(folder, device, dtype), c.tie_word_embeddings, (c.vocab_size, c.hidden_size)
         if bits == 4:
             from quantize import Weights  # here, so that this file can be imported alone
-            weights = Weights(weights)
+            weights = Weights(weights, c.quantization_config.get("group_size", 32))
         if tied and "lm_head.weight" in weights.shapes:  # some have one though they are tied
             two = [weights.take(f"{n}.weight", *shape, mapped=True) for n in ("lm_head", "model.embed_tokens")]
             if not torch.equal(*two):
@@ -266,7 +266,7 @@ class Checkpoint:
                 tensor = f.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise OSError(f"{file}: cannot map {os.path.getsize(file) / 1e9:.1f} GB ({error}): free memory") from None
-        usual = tensor.is_floating_point() and tensor.element_size() > 1
+        usual = tensor.element_size() > 1 if tensor.is_floating_point() else mapped and tensor.dtype == torch.uint8
         if not usual or not torch.stack(tensor.aminmax()).isfinite().all():
             raise ValueError(f"{file}: {name} contains NaN or infinity, or is no 16- or 32-bit float: {tensor.dtype}")
         return tensor if mapped else tensor.to(self.device, self.dtype, copy=True)

@@ -13,7 +13,6 @@ so that an outlier costs its own group and no other. Nothing but the weights is 
 
 import argparse
 import functools
-import glob
 import json
 import os
 import shutil
@@ -24,7 +23,7 @@ import warnings
 import torch
 import torch.nn.functional as F
 from huggingface_hub.utils import tqdm
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 GROUP = 32  # the largest that is below round-to-nearest by a quarter; 16 would cost 5.0 bits
@@ -35,43 +34,33 @@ STEP = torch.exp2(torch.arange(256) / -16)  # looked up, as exp2 has other last 
 class FourBit:
     """A matrix [out, columns]. matrix[ids] gives rows in float32, as an embedding does.
 
-    codes [out, padded / 2], uint8: two a byte, the low half first. padded is columns, up to a multiple of the group.
-    scale, zero [out, groups], uint8. row [out], float32. All on one device.
+    data [out, bytes], uint8, in each row: the codes, two a byte, the low half first; the scales, then the zeros of all
+    groups; and `row`, a float32. A last group that is not full is filled up.
     """
 
-    def __init__(self, codes, scale, zero, row, columns):
-        self.codes, self.scale, self.zero, self.row, self.columns = codes, scale, zero, row, columns
-        self.group, self.steps = 2 * codes.shape[1] // scale.shape[1], STEP.to(row.device)
+    def __init__(self, data, columns, group=GROUP):
+        self.data, self.columns, self.group, groups = data, columns, group, -(-columns // group)
+        self.codes, self.scale, self.zero, row = data.split([groups * group // 2, groups, groups, 4], 1)
+        self.row, self.steps = row.flatten().clone().view(torch.float32)[:, None], STEP.to(data.device)  # [out, 1]
 
     def __getitem__(self, ids):
-        scale = self.steps[self.scale[ids].int()] * self.row[ids, None]  # [n, groups]
+        scale = self.steps[self.scale[ids].int()] * self.row[ids]  # [n, groups]
         codes = torch.stack([self.codes[ids] & 15, self.codes[ids] >> 4], -1).view(*scale.shape, -1)
         values = (codes - self.zero[ids, :, None] / 16) * scale[:, :, None]  # [n, groups, group]
         return values.view(len(scale), -1)[:, : self.columns]
 
-    def parts(self):
-        return {"codes": self.codes, "scale": self.scale, "zero": self.zero, "row": self.row}
-
-
-def stack(matrices):
-    """Matrices of the same columns and groups, one below the other."""
-    if len({matrix.group for matrix in matrices}) > 1:
-        raise ValueError(f"one layer in groups of {[matrix.group for matrix in matrices]}: quantize the model again")
-    parts = zip(*(matrix.parts().values() for matrix in matrices), strict=True)
-    return FourBit(*map(torch.cat, parts), matrices[0].columns)
-
 
 def quantize(weight, group=GROUP):
-    """A FourBit of weight [out, in], any float dtype. A last group that is not full is padded with zeros.
+    """A FourBit of weight [out, in], any float dtype.
 
     For each group the range is tried in several widths, as ggml's k-quants do: rounding to 16 levels of a narrower
     range is finer, and cuts off more. After each rounding the best scale and zero for these codes are those of a linear
     regression (HQQ refits its zero the same way). What has the least squared error is kept.
     """
-    if group < 2 or group % 2:
-        raise ValueError(f"the group is {group}: it must be an even number, as two codes share a byte")
-    some = [quantize_rows(rows, group) for rows in weight.split(max(1, 2**19 // weight.shape[1]))]  # fits in a cache
-    return FourBit(*map(torch.cat, zip(*some, strict=True)), weight.shape[1])
+    if group not in (32, 64, 128) or not weight.is_floating_point():
+        raise ValueError(f"the group is {group}, of {weight.dtype}: it must be 32, 64 or 128, of floats")
+    data = [quantize_rows(rows, group) for rows in weight.split(2**19 // weight.shape[1] or 1)]  # fits in a cache
+    return FourBit(torch.cat(data), weight.shape[1], group)
 
 
 def quantize_rows(weight, group):
@@ -99,7 +88,7 @@ def quantize_rows(weight, group):
     byte = torch.stack(near).gather(0, best)[0]
     codes = encode(x, steps[byte] * row, zero / 16).to(torch.uint8).view(len(x), -1)
     scale, zero = (values.squeeze(-1).to(torch.uint8) for values in (byte, zero))
-    return codes[:, ::2] | codes[:, 1::2] << 4, scale, zero, row.view(-1)
+    return torch.cat([codes[:, ::2] | codes[:, 1::2] << 4, scale, zero, row.view(-1, 1).view(torch.uint8)], 1)
 
 
 def encode(x, scale, zero):
@@ -112,75 +101,82 @@ def least_error(x, options):
     return torch.stack(errors).argmin(0, keepdim=True)
 
 
-# Kernels: x [T, in] -> x W^T + bias [T, out].
-
-
 class Reference:
-    """Any device, any shape: dequantize, then multiply."""
+    """A kernel: x [T, in] -> x W^T + bias [T, out]. This one, anywhere and in any shape: dequantize, then multiply."""
 
     def __init__(self, matrix, bias=None):
         self.matrix, self.bias = matrix, bias
+        self.rows = torch.arange(len(matrix.data)).split(4096)  # a head of 150,000 rows would be 1 GB in float32
 
     def __call__(self, x):
-        blocks = range(0, len(self.matrix.row), 4096)  # a head of 150,000 rows would be 1 GB in float32
-        y = torch.cat([F.linear(x, self.matrix[i : i + 4096].to(x.dtype)) for i in blocks], -1)
+        y = torch.cat([F.linear(x, self.matrix[rows].to(x.dtype)) for rows in self.rows], -1)
         return y if self.bias is None else y + self.bias
 
 
 class Int8:
     """x86 CPUs, float32: FBGEMM multiplies bytes by bytes, at the speed at which it can read the weights.
 
-    The weights become integers of +-63 with one step for each row, which costs little as groups within a row are alike.
-    Not +-127: without VNNI the sums of two products are kept in 16 bits, and would saturate. x is rounded to bytes with
-    a step for each row of x and, as a few of a model's channels are a hundred times larger than others, for each block
-    of its columns. The sums are exact, so a row of the result does not depend on how many rows are fed.
+    The weights become integers with one step for each row, which costs little as groups within a row are alike. x
+    becomes two bytes, x = step * (high + low / 254), fed as two rows: what takes the time is to read the weights, and
+    with one byte of x the error would double. The sums are exact, so a row has the same bits in any company.
     """
 
     exact = True
 
-    def __init__(self, matrix, bias=None, block=None):
-        out, self.bias, self.blocks = len(matrix.row), bias, []
-        integers, step = torch.empty(out, matrix.columns, dtype=torch.int8), torch.empty(out)
-        for rows in [slice(i, i + 4096) for i in range(0, out, 4096)]:
+    def __init__(self, matrix, bias=None):
+        self.bias, most, integers, steps = bias, largest_integer(), [], []
+        for rows in torch.arange(len(matrix.data)).split(2**19 // matrix.columns or 1):
             values = matrix[rows]
-            step[rows] = values.abs().amax(1).clamp(min=TINY) / 63
-            integers[rows] = (values / step[rows, None]).round().to(torch.int8)
-        self.width = block or matrix.columns
-        for part in integers.split(self.width, 1):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # deprecated, but in this torch the one way to this kernel
-                part = torch._make_per_channel_quantized_tensor(part.contiguous(), step, torch.zeros(out).long(), 0)
-            self.blocks.append(torch.ops.quantized.linear_prepack(part, None))
+            steps.append(values.abs().amax(1).clamp(min=TINY) / most)
+            integers.append(values.div_(steps[-1][:, None]).round_().to(torch.int8))
+        self.packed = pack(torch.cat(integers), torch.cat(steps))
 
     def __call__(self, x):
-        multiply, total = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32, None
-        for part, packed in zip(x.split(self.width, -1), self.blocks, strict=True):
-            step = part.abs().amax(-1, True).clamp_(min=TINY).div_(127)  # [T, 1]
-            y = multiply(part / step, 1.0, 128, packed)  # rounds to -127 .. 127
-            total = y.mul_(step) if total is None else total.addcmul_(y, step)
-        return total if self.bias is None else total.add_(self.bias)
+        step = x.abs().amax(-1, True).clamp_(min=TINY).div_(127)  # [T, 1]
+        x = x / step
+        high = x.round()  # -127 .. 127
+        y = multiply(torch.cat([high, (x - high).mul_(254)]), self.packed)  # [2 T, out]
+        y = torch.add(y[: len(x)], y[len(x) :], alpha=1 / 254).mul_(step)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+def pack(integers, step):
+    """Lay out int8 [out, in], with a step for each row, as FBGEMM reads them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, but in this torch the one way to this kernel
+        weight = torch._make_per_channel_quantized_tensor(integers, step, torch.zeros(len(step)).long(), 0)
+    return torch.ops.quantized.linear_prepack(weight, None)
+
+
+def multiply(x, packed):
+    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(x, 1.0, 128, packed)  # rounds x to bytes
+
+
+@functools.cache
+def largest_integer():
+    """127 where this CPU adds up products of bytes in 32 bits (VNNI), else 63: pairs are added in 16, and saturate."""
+    packed = pack(torch.full((16, 64), 127, dtype=torch.int8), torch.ones(16))
+    return 127 if (multiply(torch.full((1, 64), 127.0), packed) == 64 * 127 * 127).all() else 63
 
 
 class Int4Pack:
     """torch's own 4-bit matmul, in bfloat16: CUDA from compute capability 8.0 on, and CPUs."""
 
     def __init__(self, matrix, bias=None):
-        self.bias, self.group, cuda = bias, matrix.group, matrix.row.is_cuda
-        self.exact = not cuda
-        scale = matrix.steps[matrix.scale.int()] * matrix.row[:, None]  # [out, groups]
+        self.bias, self.group, self.exact = bias, matrix.group, not matrix.data.is_cuda
+        scale = matrix.steps[matrix.scale.int()] * matrix.row  # [out, groups]
         offset = (8 - matrix.zero / 16) * scale  # here a weight is (code - 8) scale + offset
         self.scales = torch.stack([scale, offset], -1).transpose(0, 1).contiguous().bfloat16()  # [groups, out, 2]
         low, high = matrix.codes & 15, matrix.codes >> 4
-        if cuda:  # wants the high half first
-            self.packed = torch._convert_weight_to_int4pack(low << 4 | high, 8)
-            self.multiply = torch._weight_int4pack_mm
-        else:
+        if self.exact:  # a CPU
             codes = torch.stack([low, high], -1).view(len(low), -1).int()
             self.packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
-            self.multiply = torch._weight_int4pack_mm_for_cpu
+        else:  # wants the high half first
+            self.packed = torch._convert_weight_to_int4pack(low << 4 | high, 8)
 
     def __call__(self, x):
-        y = self.multiply(x.bfloat16(), self.packed, self.group, self.scales).to(x.dtype)
+        multiply = torch._weight_int4pack_mm_for_cpu if self.exact else torch._weight_int4pack_mm
+        y = multiply(x.bfloat16(), self.packed, self.group, self.scales).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
 
@@ -206,50 +202,41 @@ def kernel(device, dtype, group=GROUP):
 class Weights:
     """A model.Checkpoint whose linear layers come out in 4 bits: as stored, or quantized one after the other."""
 
-    def __init__(self, checkpoint):
-        self.checkpoint, self.take, self.shapes = checkpoint, checkpoint.take, checkpoint.shapes
+    def __init__(self, checkpoint, group):
+        if group not in (32, 64, 128):
+            raise ValueError(f"{checkpoint.folder}: group_size is {group} in config.json, and must be 32, 64 or 128")
+        self.checkpoint, self.take, self.shapes, self.group = checkpoint, checkpoint.take, checkpoint.shapes, group
 
     def linear(self, at, inputs, bias=False, by_rows=False, **outputs):
         """As that of the Checkpoint. by_rows: the result has the matrix itself as `weight`, for an embedding."""
-        matrix = stack([self.matrix(f"{at}{name}", size, inputs) for name, size in outputs.items()])
+        data = torch.cat([self.matrix(f"{at}{name}", size, inputs).data for name, size in outputs.items()])
+        matrix, rows = FourBit(data, inputs, self.group), len(data)
         bias = torch.cat([self.take(f"{at}{name}.bias", size) for name, size in outputs.items()]) if bias else None
-        kind, shape = kernel(self.checkpoint.device, self.checkpoint.dtype, matrix.group), (len(matrix.row), inputs)
-        if kind is Int4Pack and (shape[0] % 16 or inputs % max(128, matrix.group)):
-            warnings.warn(f"{at}{'+'.join(outputs)}: no kernel for a shape of {shape}: it will be slow", stacklevel=2)
+        kind = kernel(self.checkpoint.device, self.checkpoint.dtype, self.group)
+        if kind is Int4Pack and (rows % 16 or inputs % 128):
+            warnings.warn(f"{at}{'+'.join(outputs)}: no kernel for {rows} x {inputs}: it will be slow", stacklevel=2)
             kind = Reference
-        head = {"lm_head.weight", "lm_head.codes"} & self.shapes.keys()  # then an embedding is only looked up
+        head = {"lm_head.weight", "lm_head.4bit"} & self.shapes.keys()  # then an embedding is only looked up
         result = (Reference if by_rows and head else kind)(matrix, bias)
         result.weight = matrix if by_rows else None
         return result
 
     def matrix(self, name, out, columns):
-        """A FourBit: of the tensors name.codes, scale, zero, row, or made of name.weight, straight from the file."""
-        device, shapes = self.checkpoint.device, self.shapes
-        if f"{name}.codes" not in shapes:
-            matrix = quantize(self.take(f"{name}.weight", out, columns, mapped=True).to(device))
-            del shapes[f"{name}.weight"]
-            return matrix
-        file = self.checkpoint.file[f"{name}.codes"]
-        stored = {part: shapes.pop(f"{name}.{part}", None) for part in ("codes", "scale", "zero", "row")}
-        half, groups = (stored["codes"] or [0])[-1], (stored["scale"] or [0])[-1]
-        wanted = {"codes": [out, half], "scale": [out, groups], "zero": [out, groups], "row": [out]}
-        if stored != wanted or not groups or 2 * half % groups or not 0 <= 2 * half - columns < 2 * half // groups:
-            raise ValueError(f"{file}: {name} has parts of shapes {stored}, and config.json asks for {[out, columns]}")
-        try:
-            with safe_open(file, "pt") as f:
-                parts = {part: f.get_tensor(f"{name}.{part}").to(device, copy=True) for part in wanted}
-        except (OSError, SafetensorError) as error:
-            raise OSError(f"{file}: cannot read {name} ({error}): quantize the model again") from None
-        kinds = [part.dtype for part in parts.values()]
-        if kinds != [torch.uint8] * 3 + [torch.float32] or not parts["row"].isfinite().all():
-            raise ValueError(f"{file}: {name} is damaged, or not from quantize.py: {kinds}")
-        return FourBit(*parts.values(), columns)
+        """A FourBit: of the bytes stored as name.4bit, or made of name.weight, straight from the file."""
+        stored, groups = f"{name}.4bit" in self.shapes, -(-columns // self.group)
+        width = groups * self.group // 2 + 2 * groups + 4 if stored else columns
+        name = f"{name}.4bit" if stored else f"{name}.weight"
+        data = self.take(name, out, width, mapped=True).to(self.checkpoint.device, copy=stored)
+        del self.shapes[name]
+        matrix = FourBit(data, columns, self.group) if stored else quantize(data, self.group)
+        if stored and not (data.dtype == torch.uint8 and matrix.row.isfinite().all()):
+            raise ValueError(f"{self.checkpoint.folder}: {name} is damaged: quantize the model again")
+        return matrix
 
 
 def save(model, out, group=GROUP):
     """Quantize a model folder or Hub id into the new folder `out`, all of it or nothing. Prints a table of errors."""
-    from model import Checkpoint, Config, find, read_json
-
+    from model import Checkpoint, Config, find, read_json  # here, so that this file can be imported alone
     above = os.path.dirname(os.path.abspath(out))
     if os.path.exists(out) or not os.access(above, os.W_OK):
         raise ValueError(f"--out {out}: it exists already, or {above} cannot be written in")
@@ -266,16 +253,17 @@ def save(model, out, group=GROUP):
             tensors[name] = tensor.clone()
             continue
         matrix = quantize(tensor, group)
-        tensors |= {f"{stem}.{part}": values for part, values in matrix.parts().items()}
+        tensors[f"{stem}.4bit"] = matrix.data
         layer = int(stem.split(".")[2]) if ".layers." in stem else -1
         table.setdefault(layer, {})[stem.split(".")[-1].removesuffix("_proj")] = relative_error(matrix, tensor)
     with tempfile.TemporaryDirectory(dir=above, ignore_cleanup_errors=True) as work:
         part = os.path.join(work, "part")
         os.mkdir(part)
-        for file in glob.glob(os.path.join(glob.escape(folder), "*.json")):
-            if not file.endswith("index.json"):
-                shutil.copyfile(file, os.path.join(part, os.path.basename(file)))
-        config = read_json(os.path.join(folder, "config.json")) | {"quantization_config": {"quant_method": "affine4"}}
+        for file in os.listdir(folder):
+            if file.endswith(".json") and not file.endswith("index.json"):
+                shutil.copyfile(os.path.join(folder, file), os.path.join(part, file))
+        config = read_json(os.path.join(folder, "config.json"))
+        config["quantization_config"] = {"quant_method": "affine4", "group_size": group}  # unknown to other programs
         with open(os.path.join(part, "config.json"), "w", encoding="utf-8") as f:
             json.dump(config, f, indent=1)
         save_file(tensors, os.path.join(part, "model.safetensors"), metadata={"format": "pt"})
@@ -289,9 +277,9 @@ def save(model, out, group=GROUP):
 
 def relative_error(matrix, weight):
     """||W' - W|| / ||W||, Frobenius, of a FourBit W' and the matrix W that it was made of."""
-    some = list(torch.arange(len(weight)).split(4096))
-    off = sum((matrix[ids] - weight[ids].float()).square().sum().item() for ids in some)
-    return (off / max(sum(weight[ids].float().square().sum().item() for ids in some), TINY)) ** 0.5
+    rows = torch.arange(len(weight)).split(4096)
+    sums = sum(torch.stack([(matrix[i] - weight[i]).square().sum(), weight[i].float().square().sum()]) for i in rows)
+    return (sums[0] / sums[1].clamp(min=TINY)).sqrt().item()
 
 
 def main():
@@ -299,12 +287,9 @@ def main():
     parser.add_argument("model", help="folder or Hub id, in 16 or 32 bits")
     parser.add_argument("--out", required=True, help="the folder to make")
     parser.add_argument("--group", type=int, default=GROUP, choices=[32, 64, 128], help=f"Default: {GROUP}")
-    args = parser.parse_args()
     try:
-        save(args.model, args.out, args.group)
-    except (OSError, ValueError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate" not in str(error):
-            raise
+        save(**vars(parser.parse_args()))
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         print(f"quantize.py: {' '.join(str(error).split())[:400]}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
