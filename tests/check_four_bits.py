@@ -30,7 +30,7 @@ from text import Text
 
 
 def round_to_nearest(weight, group):
-    """Affine, 16-bit scale and zero for each group."""
+    """Affine, with a scale and a zero for each group, here not rounded to 16 bits."""
     x = weight.view(len(weight), -1, group)
     low, high = x.amin(-1, True).clamp(max=0), x.amax(-1, True).clamp(min=0)
     scale = ((high - low) / 15).clamp(min=1e-12)
@@ -209,11 +209,12 @@ def exact(args, tokens=128):
     """Greedy texts with gamma 1, 3 and 7 against plain decoding, in 4 bits: 30 prompts of 128 tokens."""
     target, draft = (Qwen2.load(folder, 4, "cpu") for folder in (args.target, args.draft))
     text, known = Text(args.target, target.config.eos), prompts(True, "all")
-    asked = [text.prompt(prompt) for some in known.values() for prompt in some]
-    asked += [ids[: len(ids) // 2] for ids in asked]  # and the first half of each, which asks something else
+    whole = [text.prompt(prompt) for some in known.values() for prompt in some]
+    # Twelve, and the first two thirds and the first third of each, which ask something else.
+    asked = [ids[: len(ids) * thirds // 3] for thirds in (3, 2, 1) for ids in whole][:30]
     different = done = count = 0
-    with tqdm(total=4 * len(asked[:30]), unit="text", disable=None) as bar:
-        for ids in asked[:30]:
+    with tqdm(total=4 * len(asked), unit="text", disable=None) as bar:
+        for ids in asked:
             written = []
             for gamma in (0, 1, 3, 7):
                 rounds = speculative_decode(target, DraftModel(draft, len(ids) + tokens), ids, tokens, gamma, eos=[])
