@@ -4,6 +4,7 @@ It counts what model.py, quantize.py and kv_cache.py allocate. --measure loads t
 plan what that came to.
 """
 
+import ctypes
 import os
 
 import torch
@@ -118,6 +119,8 @@ def in_use(device, peak=False):
         return used
     if not os.path.exists("/proc/self/status"):
         raise ValueError("--measure: how much a process uses can be told on Linux and of a CUDA GPU only")
+    if not peak:  # what malloc keeps for later is not needed
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
     with open("/proc/self/status") as f:
         kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in f if line.startswith(("VmHWM", "VmRSS"))}
     with open("/proc/self/clear_refs", "w") as f:
