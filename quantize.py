@@ -8,7 +8,7 @@ is cut into groups of 32, and a group has a scale and a zero of its own (a byte 
     weight = row * 2^(-scale / 16) * (code - zero / 16)      code 0 .. 15, scale and zero 0 .. 255, row a float32
 
 That is 4.5 bits a weight, and 32 more a row. The scale counts down from the row's largest in sixteenths of an octave,
-so that an outlier costs its own group and no other. Nothing but the weights is looked at: no data.
+so that an outlier costs its own group and no other (until `Int8` rounds a whole row once more). No data is looked at.
 """
 
 import argparse
