@@ -14,11 +14,13 @@ so that an outlier costs its own group and no other (until `Int8` rounds a whole
 import argparse
 import functools
 import json
+import math
 import os
 import shutil
 import sys
 import tempfile
 import warnings
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +31,8 @@ from safetensors.torch import save_file
 GROUP = 32  # the largest that is below round-to-nearest by a quarter; 16 would cost 5.0 bits
 TINY = torch.finfo(torch.float32).tiny
 STEP = torch.exp2(torch.arange(256) / -16)  # looked up, as exp2 has other last bits where it fills no vector register
+# H [32, 32] of +-1, with H = H^T and H H^T = 32. Its upper left corners are those of 16, 8, 4, 2 and 1.
+HADAMARD = functools.reduce(torch.kron, [torch.tensor([[1.0, 1.0], [1.0, -1.0]])] * 5)
 
 
 class FourBit:
@@ -116,47 +120,44 @@ class Reference:
 class Int8:
     """x86 CPUs, float32: FBGEMM multiplies bytes by bytes, at the speed at which it can read the weights.
 
-    The weights become integers with one step for each row, which costs little as groups within a row are alike. x
-    becomes two bytes, x = step * (high + low / 254), fed as two rows: what takes the time is to read the weights, and
-    with one byte of x the error would double. The sums are exact, so a row has the same bits in any company.
+    Weights and x become integers with one step for each row. That costs little where the values of a row are alike,
+    but in x a few channels are 100 times the rest. So in both every 32 neighbours are mixed first, which leaves their
+    product as it was: x W^T = (x H) (W H)^T / 32. The sums are exact, so a row has the same bits in any company.
     """
 
     exact = True
 
     def __init__(self, matrix, bias=None):
-        self.bias, most, integers, steps = bias, largest_integer(), [], []
+        self.bias, integers, steps = bias, [], []
+        # FBGEMM without VNNI adds up pairs of products in 16 bits: 2 x 255 x 63 fits, and 2 x 255 x 127 does not.
+        most = 127 if torch.cpu.get_capabilities().get("avx512_vnni") else 63
         for rows in torch.arange(len(matrix.data)).split(2**19 // matrix.columns or 1):
-            values = matrix[rows]
+            values = mix(matrix[rows])
             steps.append(values.abs().amax(1).clamp(min=TINY) / most)
             integers.append(values.div_(steps[-1][:, None]).round_().to(torch.int8))
-        self.packed = pack(torch.cat(integers), torch.cat(steps))
+        steps = torch.cat(steps) / math.gcd(matrix.columns, 32)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecated, but in this torch the one way to this kernel
+            zeros = torch.zeros(len(steps), dtype=torch.long)
+            weight = torch._make_per_channel_quantized_tensor(torch.cat(integers), steps, zeros, 0)
+        self.packed = torch.ops.quantized.linear_prepack(weight, None)
 
     def __call__(self, x):
+        x = mix(x)
         step = x.abs().amax(-1, True).clamp_(min=TINY).div_(127)  # [T, 1]
-        x = x / step
-        high = x.round()  # -127 .. 127
-        y = multiply(torch.cat([high, (x - high).mul_(254)]), self.packed)  # [2 T, out]
-        y = torch.add(y[: len(x)], y[len(x) :], alpha=1 / 254).mul_(step)
+        multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32  # it rounds x to integers
+        y = multiply(x / step, 1.0, 128, self.packed).mul_(step)  # [T, out]
         return y if self.bias is None else y.add_(self.bias)
 
 
-def pack(integers, step):
-    """Lay out int8 [out, in], with a step for each row, as FBGEMM reads them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated, but in this torch the one way to this kernel
-        weight = torch._make_per_channel_quantized_tensor(integers, step, torch.zeros(len(step)).long(), 0)
-    return torch.ops.quantized.linear_prepack(weight, None)
-
-
-def multiply(x, packed):
-    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(x, 1.0, 128, packed)  # rounds x to bytes
-
-
-@functools.cache
-def largest_integer():
-    """127 where this CPU adds up products of bytes in 32 bits (VNNI), else 63: pairs are added in 16, and saturate."""
-    packed = pack(torch.full((16, 64), 127, dtype=torch.int8), torch.ones(16))
-    return 127 if (multiply(torch.full((1, 64), 127.0), packed) == 64 * 127 * 127).all() else 63
+def mix(x):
+    """x H for every n neighbours of x [T, columns], which spreads out what is large (as QuaRot does: Ashkboos et al.
+    2024, arXiv 2404.00456). In which order a matmul adds up depends on the number of rows. So x is rounded first, to
+    the last bit of 64 times its largest: then no sum of 32 is rounded, and the order does not matter."""
+    n = math.gcd(x.shape[1], 32)
+    largest = x.abs().amax(-1, True)  # [T, 1]
+    x = torch.add(x, largest, alpha=64).sub_(largest, alpha=64)
+    return (x.view(-1, n) @ HADAMARD[:n, :n]).view(len(x), -1)
 
 
 class Int4Pack:
@@ -237,7 +238,7 @@ class Weights:
 def save(model, out, group=GROUP):
     """Quantize a model folder or Hub id into the new folder `out`, all of it or nothing. Prints a table of errors."""
     from model import Checkpoint, Config, find, read_json  # here, so that this file can be imported alone
-    above = os.path.dirname(os.path.abspath(out))
+    above = Path(out).absolute().parent
     if os.path.exists(out) or not os.access(above, os.W_OK):
         raise ValueError(f"--out {out}: it exists already, or {above} cannot be written in")
     folder = find(model)
@@ -257,16 +258,15 @@ def save(model, out, group=GROUP):
         layer = int(stem.split(".")[2]) if ".layers." in stem else -1
         table.setdefault(layer, {})[stem.split(".")[-1].removesuffix("_proj")] = relative_error(matrix, tensor)
     with tempfile.TemporaryDirectory(dir=above, ignore_cleanup_errors=True) as work:
-        part = os.path.join(work, "part")
-        os.mkdir(part)
-        for file in os.listdir(folder):
-            if file.endswith(".json") and not file.endswith("index.json"):
-                shutil.copyfile(os.path.join(folder, file), os.path.join(part, file))
-        config = read_json(os.path.join(folder, "config.json"))
+        part = Path(work, "part")
+        part.mkdir()
+        for file in Path(folder).glob("*.json"):
+            shutil.copyfile(file, part / file.name)
+        config = read_json(part / "config.json")
         config["quantization_config"] = {"quant_method": "affine4", "group_size": group}  # unknown to other programs
-        with open(os.path.join(part, "config.json"), "w", encoding="utf-8") as f:
-            json.dump(config, f, indent=1)
-        save_file(tensors, os.path.join(part, "model.safetensors"), metadata={"format": "pt"})
+        (part / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+        (part / "model.safetensors.index.json").unlink(missing_ok=True)
+        save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
         os.replace(part, out)
     print("relative error of each matrix: the root of the sum of squares of what is off, over that of the weights")
     for layer, errors in sorted(table.items()):

@@ -1,4 +1,4 @@
-"""Four bits: the codes, the kernels, and folders of them. The matrices are small, the arithmetic is all of it."""
+"""Four bits: the codes, and models and folders of them. The matrices are small, the arithmetic is all of it."""
 
 import json
 import os
@@ -14,26 +14,17 @@ from safetensors.torch import load_file, save_file
 import folders
 import quantize
 from model import Qwen2
-from quantize import FourBit, Int4Pack, Int8, Reference, kernel
+from quantize import FourBit, Int8
 from speculative import DraftModel
-from toys import decode
+from toys import decode, random, relative
 
 ROOT = Path(__file__).parent.parent
-CPU = torch.device("cpu")
-
-
-def random(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def one_row(codes, zero=128):
     """With steps of 1 and the zero at 8, a code stands for itself less 8."""
     data = [*codes, 0, zero, *struct.pack("f", 1.0)]
     return FourBit(torch.tensor([data], dtype=torch.uint8), 2 * len(codes), 2 * len(codes))
-
-
-def relative(a, b):
-    return ((a - b).norm() / b.norm()).item()
 
 
 def round_to_nearest(weight, group):
@@ -121,66 +112,6 @@ def test_columns_that_are_no_multiple_of_the_group():  # B41
     assert relative(Int8(matrix)(x), x @ matrix[:].t()) < 0.02
     with pytest.raises(ValueError, match="32, 64 or 128"):
         quantize.quantize(weight, 33)
-
-
-# Kernels
-
-
-def test_kernels_agree_with_the_reference():
-    matrix, bias, x = quantize.quantize(random(64, 512)), random(64, seed=1), random(5, 512, seed=2)
-    right = x @ matrix[:].t() + bias
-    torch.testing.assert_close(Reference(matrix, bias)(x), right)
-    assert relative(Int8(matrix, bias)(x), right) < 0.02
-    assert relative(Int4Pack(matrix, bias)(x), right) < 0.01
-    assert (Int8(matrix, bias)(torch.zeros(2, 512)) == bias).all()
-    assert Int8(matrix)(torch.full((1, 512), torch.nan)).isnan().all()  # and so the round will notice
-
-
-@pytest.mark.parametrize("most", [63, quantize.largest_integer()])
-def test_int8_is_exact_where_the_weights_and_x_are_integers(monkeypatch, most):
-    """Also at the largest sums there are, where 16 bits would not do."""
-    monkeypatch.setattr(quantize, "largest_integer", lambda: most)
-    row = [255] * 512 + [0] * 32 + [112] * 32 + [*struct.pack("f", most / 8)]  # 1,024 times code 15, less 7
-    matrix = FourBit(torch.tensor([row] * 16, dtype=torch.uint8), 1024)
-    x = torch.full((3, 1024), 127.0)
-    x[1] *= -1
-    x[2, ::2] *= -1
-    assert Int8(matrix)(x)[:, 0].tolist() == [127 * most * 1024, -127 * most * 1024, 0]
-
-
-def test_x_is_rounded_to_more_than_a_byte():
-    """With one byte the columns beside the largest would be lost."""
-    matrix, x = quantize.quantize(random(64, 512)), random(4, 512, seed=1)
-    x[:, 7] = 200
-    rest = quantize.Int8(matrix)(x) - quantize.Int8(matrix)(x * (torch.arange(512) == 7))
-    x[:, 7] = 0
-    assert relative(rest, Reference(matrix)(x)) < 0.05
-
-
-@pytest.mark.parametrize("kind", [Int8, Int4Pack])
-def test_a_row_does_not_depend_on_the_others(kind):
-    product, x = kind(quantize.quantize(random(96, 512))), random(16, 512, seed=1)
-    whole = product(x)
-    for rows in (1, 2, 3, 8):
-        assert torch.equal(torch.cat([product(some) for some in x.split(rows)]), whole)
-
-
-def test_a_kernel_that_does_not_work_is_passed_over(monkeypatch):
-    class Gone(Int8):
-        def __init__(self, matrix, bias=None):
-            raise RuntimeError("no such\noperator")
-
-    class Wrong(Reference):
-        def __call__(self, x):
-            return 1.1 * super().__call__(x)
-
-    assert kernel(CPU, torch.float32) in (Int8, Int4Pack, Reference)
-    monkeypatch.setattr(quantize, "Int8", Gone)
-    monkeypatch.setattr(quantize, "Int4Pack", Wrong)
-    with pytest.warns(UserWarning) as said:
-        assert kernel.__wrapped__(CPU, torch.float32) is Reference
-    assert "Gone fails: no such operator" in str(said[0].message) and "Wrong is off by 10%" in str(said[1].message)
-    assert kernel.__wrapped__(torch.device("meta"), torch.float32) is Reference
 
 
 # Models and folders

@@ -104,3 +104,11 @@ def oracle(model, prompt, count):
 def decode(target, drafter, prompt, count, gamma=4, **options):
     rounds = list(speculative_decode(target, drafter, prompt, count, gamma, **options))
     return [id for round in rounds for id in round.tokens], rounds
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm()).item()
