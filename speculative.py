@@ -121,13 +121,14 @@ class DraftModel:
 
 
 def speculative_decode(target, drafter, prompt, max_new_tokens, gamma=4, temperature=0.0, top_k=0, top_p=1.0, eos=(),
-                       generator=None):
+                       generator=None, rule=rejection):
     """Yield one Round after the other, until max_new_tokens, an id in `eos`, or the end of the target's context.
 
     prompt: list of ids. gamma: how many tokens a round may draft, 0 or more; 0 is plain decoding and needs no drafter.
     temperature: 0 is greedy; above, a torch.Generator is needed (one on the target's device saves a wait). The same
     seed gives the same text again, but not the text of plain decoding or of another gamma: only their distribution is
     the same. top_k 0, top_p 1.0: no limit.
+    rule: how drafts are judged above temperature 0, a function as `rejection` is. Others are in variants/.
     After an EOS nothing is emitted. Drafts behind an accepted EOS count as drafted, not as accepted.
     The first Round includes reading the prompt: start the clock when it arrives.
     Raises ValueError for an argument out of range, FloatingPointError if the target's logits are NaN or infinite.
@@ -161,7 +162,7 @@ def speculative_decode(target, drafter, prompt, max_new_tokens, gamma=4, tempera
         if temperature == 0:
             kept, last = greedy(logits, drafted)
         else:
-            kept, last = rejection(warp(logits, temperature, top_k, top_p), q, drafted, generator)
+            kept, last = rule(warp(logits, temperature, top_k, top_p), q, drafted, generator)
         fine = logits.amax(-1).isfinite().all().view(1)
         fine, n, token, *ids = torch.cat([fine, kept, last, drafted]).tolist()  # the round's one host synchronisation
         if not fine:

@@ -1,25 +1,36 @@
-"""The proof that speculation changes nothing but the speed. Run it with pytest.
+"""The proof that speculation changes nothing but the speed. Run it with pytest, or as a script.
 
 Greedy text must be the very tokens of a loop that has no cache and no draft. Sampled text must have exactly the
 distribution of the target, computed by walking through every outcome of every random choice. The models are made for
 it and a few kilobytes in size, see tests/toys.py. B1, B2, ... number faults that software of this kind has had; each is
-here as a small input with its right value.
+here as a small input with its right value. The script draws real tokens and counts them, see tests/lab3.py.
 """
 
-import itertools
+import functools
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent / "tests"))
+
 import folders
 import speculative
+from dice import distance, distribution, law, outcomes
+from kv_cache import KVCache
 from model import Qwen2
 from speculative import DraftModel, rejection, speculative_decode
 from toys import Random, Scripted, Toy, chain, decode, history, one_hot, oracle, qwen2, table
+from variants.adaptive_gamma import AdaptiveDraft
+from variants.block_verification import block_verification
+from variants.coupled_sampling import Coupled
+from variants.prompt_lookup import Hybrid, PromptLookup
+
 
 # Greedy
-
 @pytest.mark.parametrize(
     "start, draft, emitted, accepted",
     [
@@ -89,41 +100,6 @@ def test_another_dtype_for_the_draft():  # B72
 
 
 # Sampling: exact, by walking through every outcome
-
-class Dice:
-    """Stands in for `draw`: shows what `path` says, then always the first that is possible, noting what else was."""
-
-    def __init__(self, path):
-        self.path, self.probability, self.shown, self.others = path, 1.0, 0, []
-
-    def __call__(self, probs, generator):
-        for row in probs.double():
-            if self.shown == len(self.path):
-                first, *rest = row.nonzero().flatten().tolist()
-                self.others += [[*self.path, id] for id in rest]
-                self.path = [*self.path, first]
-            self.probability *= (row[self.path[self.shown]] / row.sum()).item()
-            self.shown += 1
-        return torch.tensor(self.path[self.shown - len(probs) : self.shown], dtype=torch.long)
-
-
-def outcomes(run, monkeypatch):
-    """Call run() once for every way in which its calls of `draw` can turn out. Returns [(probability, result)].
-
-    It is the real algorithm that runs. Only the dice are replaced.
-    """
-    results, paths = [], [[]]
-    while paths:
-        dice = Dice(paths.pop())
-        with monkeypatch.context() as patch:
-            patch.setattr(speculative, "draw", dice)
-            result = run()
-        results.append((dice.probability, result))
-        paths += dice.others
-    assert abs(sum(probability for probability, _ in results) - 1) < 1e-6
-    return results
-
-
 def emission(p, q, drafted, monkeypatch, row=0):
     """The exact distribution of the token at place `row`, if `drafted`, or else what q may give, meets p and q."""
     total = torch.zeros(p.shape[1], dtype=torch.double)
@@ -163,8 +139,7 @@ def test_one_entry_of_each_row(monkeypatch):  # B7
 
 
 def test_q_is_what_was_drawn_from(monkeypatch):  # B21
-    target = table([[0.375, 0.625, 0.0]])
-    draft = table([[0.5, 0.3, 0.2]])
+    target, draft = table([[0.375, 0.625, 0.0]]), table([[0.5, 0.3, 0.2]])
     warping = {"temperature": 1.0, "top_k": 2}
 
     def run():
@@ -176,42 +151,61 @@ def test_q_is_what_was_drawn_from(monkeypatch):  # B21
     torch.testing.assert_close(first, torch.tensor([0.375, 0.625, 0.0]).double(), atol=1e-6, rtol=0)
 
 
-def expected_warp(row, temperature, top_k, top_p):
-    """Temperature, top-k and top-p once more, in plain Python and from their definitions. No two entries are equal."""
-    weights = [math.exp(x / temperature) for x in row]
-    order = sorted(range(len(row)), key=lambda id: -weights[id])[: top_k or None]
-    inside, mass = [], 0.0
-    for id in order:  # the smallest set of likeliest tokens that reaches top_p of what top-k has left
-        if not inside or mass < top_p:
-            inside.append(id)
-        mass += weights[id] / sum(weights[id] for id in order)
-    return [weights[id] / sum(weights[id] for id in inside) if id in inside else 0.0 for id in range(len(row))]
 
 
-@pytest.mark.parametrize("one_hot_draft", [False, True])
-@pytest.mark.parametrize("top_p", [1.0, 0.7])
-@pytest.mark.parametrize("top_k", [0, 2])
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-@pytest.mark.parametrize("gamma", [1, 2])
-def test_the_distribution_of_the_text_is_exactly_the_targets(
-    gamma, temperature, top_k, top_p, one_hot_draft, monkeypatch
-):
-    rows = torch.randn(2, 3, 3, generator=torch.Generator().manual_seed(7)).tolist()
-    target, draft = (Toy(lambda seen, rows=rows: rows[sum(seen) % 3]) for rows in rows)
-    warping = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+@functools.cache
+def row(seed, seen):
+    """The logits behind `seen` of a Qwen2 of two layers that knows three tokens."""
+    return qwen2(seed, vocab=3)(torch.tensor(seen), KVCache(2, 2, 16, 99), 1)[0].tolist()
+
+
+def remembered(seed):
+    """That model with a real cache, in which a wrong row changes what it sees, and computed once for each text."""
+    return Toy(lambda seen: row(seed, tuple(seen)))
+
+
+WARPINGS = [
+    {"temperature": 1.0},
+    {"temperature": 0.5, "top_k": 2},
+    {"temperature": 1.7, "top_p": 0.7},
+    {"temperature": 0.8, "top_k": 2, "top_p": 0.6},
+]
+HOW = {  # what is proved of each: the rule, and a drafter of its own for each text
+    "rejection": (rejection, lambda draft, **how: DraftModel(draft, 99, **how)),
+    "one-hot": (rejection, lambda draft, **how: Scripted([1, 2, 0], [0, 2])),
+    "block": (block_verification, lambda draft, **how: DraftModel(draft, 99, **how)),
+    "block, one-hot": (block_verification, lambda draft, **how: Scripted([1, 2, 0], [0, 2])),
+    "lookup": (rejection, lambda draft, **how: PromptLookup(shortest=1)),
+    "hybrid": (rejection, lambda draft, **how: Hybrid(PromptLookup(), DraftModel(draft, 99, **how), most=2)),
+    "adaptive": (rejection, lambda draft, **how: AdaptiveDraft(draft, 99, 0.1, [1, 1.1, 1.2, 1.3], **how)),
+}
+
+
+@pytest.mark.parametrize("warping", WARPINGS, ids=lambda warping: " ".join(f"{k} {v}" for k, v in warping.items()))
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+@pytest.mark.parametrize("how", HOW)
+def test_the_distribution_of_the_text_is_exactly_the_targets(how, gamma, warping, monkeypatch):
+    """All texts of 4 tokens, by all ways to get there; of 3 where these would be many thousands."""
+    target, draft = (remembered(seed) for seed in (0, 1))
+    rule, drafter = HOW[how]
+    length = 4 if gamma == 1 or "top_k" in warping else 3
 
     def run():
-        drafter = Scripted([1, 2]) if one_hot_draft else DraftModel(draft, 99, **warping)
-        return tuple(decode(target, drafter, [1, 2], 3, gamma, generator=True, **warping)[0])
+        options = {"generator": True, "rule": rule, **warping}
+        return tuple(decode(target, drafter(draft, **warping), [1, 2, 0, 1], length, gamma, **options)[0])
 
-    found = {}
-    for probability, tokens in outcomes(run, monkeypatch):
-        found[tokens] = found.get(tokens, 0.0) + probability
-    for tokens in itertools.product(range(3), repeat=3):
-        expected = 1.0
-        for i, token in enumerate(tokens):
-            expected *= expected_warp(rows[0][(3 + sum(tokens[:i])) % 3], temperature, top_k, top_p)[token]
-        assert abs(found.get(tokens, 0.0) - expected) < 1e-6
+    found = distribution(run, monkeypatch)
+    assert distance(found, law(target, [1, 2, 0, 1], length, **warping)) < 1e-6
+
+
+@pytest.mark.parametrize("warping", WARPINGS, ids=lambda warping: " ".join(f"{k} {v}" for k, v in warping.items()))
+@pytest.mark.parametrize("gamma", [0, 1, 2, 3])
+def test_coupled_sampling_has_exactly_the_targets_distribution(gamma, warping, monkeypatch):
+    def run():
+        target, draft = (Coupled(remembered(seed), 0, 3, **warping) for seed in (0, 1))
+        return tuple(decode(target, DraftModel(draft, 99), [1, 2, 0, 1], 4, gamma)[0])
+
+    assert distance(distribution(run, monkeypatch), law(remembered(0), [1, 2, 0, 1], 4, **warping)) < 1e-6
 
 
 def test_real_dice():  # B28
@@ -298,3 +292,9 @@ def test_a_row_has_the_same_bits_in_any_company(tmp_path, threads):
             assert torch.equal(found[0], alone[0]) and torch.equal(found[1], alone[1])
     finally:
         torch.set_num_threads(before)
+
+
+if __name__ == "__main__":
+    import lab3
+
+    lab3.main()

@@ -53,9 +53,9 @@ def table(rows):
     return Toy(lambda seen: rows[seen[-1] % len(rows)])
 
 
-def qwen2(seed=0, dtype=torch.float32):
+def qwen2(seed=0, dtype=torch.float32, vocab=128):
     """F4: a random Qwen2. The biases are large enough to be missed if they were."""
-    c = Config(2, 64, 96, 4, 2, 16, 128, 256, 1e-6, 10000.0, True, True, {}, [])
+    c = Config(2, 64, 96, 4, 2, 16, vocab, 256, 1e-6, 10000.0, True, True, {}, [])
     g = torch.Generator().manual_seed(seed)
 
     def weight(*shape):
@@ -69,7 +69,7 @@ def qwen2(seed=0, dtype=torch.float32):
             size = sum(outputs.values())
             return Linear(weight(size, inputs), weight(size) * 8 if bias else None)
 
-    embed = Linear(weight(128, 64) * 3, by_rows=True)
+    embed = Linear(weight(vocab, 64) * 3, by_rows=True)
     return Qwen2(c, embed, [Layer(c, Weights(), i) for i in range(2)], weight(64).exp(), embed)
 
 

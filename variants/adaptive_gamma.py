@@ -1,0 +1,89 @@
+"""Choose gamma anew for each draft, 0 included, so that speculation never costs more than it brings by a few percent.
+
+One more draft is worth its price if the chance that it counts, all drafts before it being kept, is above its cost (a
+draft step and one more row for the target) times the tokens that the same time would bring otherwise. The chance is
+learned: how often drafts of about this confidence (the largest entry of q) were kept, of late. All of this is known
+before the draft is drawn, so it cannot favour one token over another, and the text keeps its distribution.
+
+Where drafts do not pay, only now and then one is tried, from a purse: 2 % of the tokens so far and a small loan. So
+on a text where every draft is wrong it loses that and no more, if c and v(n) are right. It gains where the best gamma
+changes from one part of a text to the next; with a draft that is always as good, the best fixed gamma does as well.
+SpecDec++ (Huang et al. 2024, arXiv 2405.19715) derives such a threshold, and learns the chance with a network.
+
+    speculative_decode(target, AdaptiveDraft(draft, 500, c, v), prompt, 200, gamma=8)      8 is the most it may draft
+"""
+
+import torch
+
+import speculative
+from speculative import DraftModel, warp
+
+LOAN, SHARE = 0.6, 0.02  # what may be lost, in target steps: at the start, and with each token. 2.9 % of 64 tokens
+FORGET = 0.93  # what an observation is worth after the next: some 15 drafts count
+
+
+class AdaptiveDraft(DraftModel):
+    """A DraftModel that decides by itself when to stop.
+
+    c: the cost of a draft step, v: [v(1), v(2), ...], that of a target pass over so many rows, all in passes over one
+    row; bench.costs measures them. At most len(v) - 1 tokens are drafted. The other options are DraftModel's.
+    """
+
+    def __init__(self, model, max_length, c, v, **options):
+        super().__init__(model, max_length, **options)
+        self.c, self.v = c, [max(v[: i + 1]) for i in range(len(v))]  # a pass over more rows cannot be cheaper
+        # Of how many drafts how many were kept, for five ranges of confidence and for all, with a guess to begin with.
+        self.kept = [[3 * chance, 3] for chance in (0.4, 0.5, 0.6, 0.7, 0.9, 0.7)]
+
+    def propose(self, tokens, gamma):
+        if tokens is not self.seen:
+            self.seen, self.cache = tokens, self.model.new_cache(self.max_length)
+            self.spent, self.emitted, self.tried = None, 0, 0.0
+        else:
+            self.learn(len(tokens) - self.length)
+        self.cache.rollback(min(self.cache.length, len(tokens) - 1))
+        fed, drafted, q, chance = torch.tensor(tokens[self.cache.length :]), [], [], 1.0
+        unknown = self.vocab and max(fed) >= self.vocab
+        most = 0 if unknown else min(gamma, len(self.v) - 1, self.cache.max_length + 1 - len(tokens))
+        self.length, self.bins, self.cost, self.trial = len(tokens), [], 1.0, False  # of this round, in target steps
+        # After rounds without a draft several tokens must be fed. Reading the prompt is no decoding, and not counted.
+        step = self.c * (1 if self.spent is None else self.rows(len(fed)))
+        while len(drafted) < most and self.worth(chance * self.chance(5), len(drafted), step):
+            logits = self.model(fed, self.cache, last=1)[:, : self.vocab]  # [1, vocab]
+            self.cost, step = self.cost + step, self.c
+            row = warp(logits, *self.sampling) if self.sampling[0] > 0 else logits.softmax(-1)
+            self.bins.append(min(int(row.amax().item() * 5), 4))  # q alone decides: what is drawn from it comes after
+            chance *= self.chance(self.bins[-1])
+            fed = speculative.draw(row, self.generator) if self.sampling[0] > 0 else logits.argmax(-1)
+            drafted.append(fed)
+            q.append(row)
+        self.cost += self.v[len(drafted)] - 1
+        return torch.cat(drafted) if drafted else [], torch.cat(q) if drafted and self.sampling[0] > 0 else None
+
+    def rows(self, n):
+        """What a pass over n rows costs, also beyond v. The draft's is taken to grow as the target's does."""
+        return self.v[min(n, len(self.v)) - 1] * max(1, n / len(self.v))
+
+    def worth(self, chance, k, step):
+        """Draft one more token, behind k of this round, for a draft step of that cost?"""
+        price = step + self.v[k + 1] - self.v[k]
+        rate = max(1.0, self.emitted / self.spent) if self.spent else 1.0  # tokens that a target step brings, so far
+        lost = (self.spent or 0) + self.cost + price + self.v[k] - 1 - (self.emitted + 1)  # if no draft were kept
+        purse = LOAN + SHARE * self.emitted
+        pays = chance > rate * price
+        self.trial |= k == 0 and not pays
+        ever = self.c + self.v[1] - self.v[0] < 0.9  # would it pay, were it always right?
+        may_try = k == 0 and ever and self.tried + price <= purse
+        return (pays or may_try) and lost <= purse
+
+    def learn(self, emitted):
+        """From the round before, which emitted so many tokens: one more than it kept."""
+        self.tried += (self.cost - 1) * self.trial
+        first = self.spent is None
+        self.spent, self.emitted = (0.0, 0) if first else (self.spent + self.cost, self.emitted + emitted)
+        for i, kind in enumerate(self.bins[:emitted]):  # the last one of these was refused, if it is there
+            for counts in (self.kept[kind], self.kept[5]):
+                counts[:] = FORGET * counts[0] + (i < emitted - 1), FORGET * counts[1] + 1
+
+    def chance(self, kind):
+        return self.kept[kind][0] / self.kept[kind][1]
