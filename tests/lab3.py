@@ -1,5 +1,7 @@
 """Lab 3: draw tens of thousands of tokens, and look whether they are distributed as the target's. Under a minute.
 
+(It needs what the tests need: pip install -r requirements-dev.txt.)
+
     python test_lossless.py                      plain and speculative sampling, side by side, and a verdict
     python test_lossless.py --broken RULE        the same with a classic mistake in it, and which check finds it
     python test_lossless.py --plot FILE          also as a picture
@@ -186,10 +188,14 @@ def main():
     parser.add_argument("--count", type=int, default=20000, help="texts of 3 tokens, each way. Default: 20000")
     parser.add_argument("--plot", metavar="FILE", help="png or svg; needs matplotlib")
     parser.add_argument("--long", metavar="FILE", help="the long run; what is done goes to FILE, and is not done again")
-    parser.add_argument("--target", default=PAIRS["tiny"][0], help="of the long run: a folder. Default: tiny/target")
-    parser.add_argument("--draft", default=PAIRS["tiny"][1], help="of the long run. Default: tiny/draft")
+    parser.add_argument("--target", default="tiny", help="of the long run: as in bench.py. Default: tiny")
+    parser.add_argument("--draft", help="of the long run")
     parser.add_argument("--tokens", type=int, default=100000, help="of the long run, at least. Default: 100000")
     args = parser.parse_args()
+    if args.count < 1:
+        parser.exit(2, f"test_lossless.py: --count {args.count}: ask for one or more\n")
+    if args.long and (args.broken or args.plot):
+        parser.exit(2, "test_lossless.py: --long goes without --broken and --plot\n")
     if args.plot and not importlib.util.find_spec("matplotlib"):
         parser.exit(2, "test_lossless.py: --plot needs matplotlib: pip install matplotlib\n")
     try:

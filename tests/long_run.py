@@ -12,10 +12,10 @@ import os
 import torch
 from huggingface_hub.utils import tqdm
 
-from model import Qwen2
-from pairs import prompts
+from model import Config, Qwen2, find
+from pairs import choose, prompts
 from speculative import DraftModel, speculative_decode
-from text import Text
+from text import Text, check_same_ids
 from toys import Random
 from variants.prompt_lookup import PromptLookup
 
@@ -45,8 +45,12 @@ def decode(target, drafter, ids, gamma):
 
 @torch.no_grad()
 def main(args):
-    target, draft = (Qwen2.load(folder, 4, "cpu") for folder in (args.target, args.draft))
-    text = Text(args.target, target.config.eos)
+    if args.tokens < 1:
+        raise ValueError(f"--tokens {args.tokens}: ask for one or more")
+    folders = [find(model) for model in choose(args.target, args.draft, "cpu", 4)[:2]]
+    text, other = (Text(folder, Config.read(folder).eos) for folder in folders)
+    check_same_ids(text, other)
+    target, draft = (Qwen2.load(folder, 4, "cpu") for folder in folders)
     whole = [text.prompt(prompt) for some in prompts(text.is_chat, "all").values() for prompt in some]
     vocab = min(target.config.vocab_size, draft.config.vocab_size)
     room = target.config.max_position_embeddings - TOKENS - 1
@@ -60,9 +64,10 @@ def main(args):
     done = {}
     if os.path.exists(args.long):
         with open(args.long, encoding="utf-8") as file:
-            done = {tuple(line.pop("what")): line for line in map(json.loads, file)}
+            whole_lines = [line for line in file if line.endswith("\n")]  # the last may be cut off
+        done = {tuple(line.pop("what")): line for line in map(json.loads, whole_lines)}
     jobs = [
-        (args.target, number, name, 1 + (number + 2 * i + more) % 8)  # after 4 prompts each drafter has had each gamma
+        (*folders, number, name, 1 + (number + 2 * i + more) % 8)  # after 4 prompts each drafter has had each gamma
         for number, (i, name), more in itertools.product(range(len(asked)), enumerate(drafters), (0, 4))
     ][: -(-args.tokens // TOKENS)]
     if len(jobs) * TOKENS < args.tokens:
@@ -71,7 +76,7 @@ def main(args):
     with open(args.long, "a", encoding="utf-8") as file, tqdm(jobs, unit="text", disable=None) as bar:
         for job in bar:
             if job not in done:
-                _, number, name, gamma = job
+                *_, number, name, gamma = job
                 if latest != number:
                     latest, (plain, right) = number, decode(target, None, asked[number], 0)
                 found, rows = decode(target, drafters[name](), asked[number], gamma)
@@ -81,8 +86,8 @@ def main(args):
     counted = [done[job] for job in jobs]
     differing = [job for job in jobs if not done[job]["same bits"]]
     tokens, texts = sum(line["tokens"] for line in counted), sum(not line["same"] for line in counted)
-    print(f"{args.target} in 4 bits, gamma 1 to 8, {', '.join(drafters)}: {len(jobs):,} texts, {tokens:,} tokens.")
+    print(f"{folders[0]} in 4 bits, gamma 1 to 8, {', '.join(drafters)}: {len(jobs):,} texts, {tokens:,} tokens.")
     print(f"{texts} texts differ from plain decoding, and {len(differing)} have a row of logits with another bit.")
     for job in differing[:10]:
-        print(f"  prompt {job[1]}, {job[2]}, gamma {job[3]}")
+        print("  prompt {}, {}, gamma {}".format(*job[2:]))
     return not differing

@@ -8,9 +8,10 @@ import torch
 
 import quantize
 from quantize import FourBit, Int4Pack, Int8, Reference, kernel, mix
-from toys import random, relative
+from toys import exact_only, random, relative
 
 CPU = torch.device("cpu")
+pytestmark = exact_only
 
 
 def test_kernels_agree_with_the_reference():

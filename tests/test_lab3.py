@@ -16,14 +16,15 @@ import long_run
 import speculative
 from dice import law
 from model import Qwen2
-from toys import Toy
+from toys import Toy, exact_only
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("name", broken.RULES)
 def test_a_broken_rule_is_found_by_the_check_that_is_meant_for_it(name, monkeypatch):
-    assert broken.findings(broken.broken(name), monkeypatch)[broken.RULES[name][1]]
+    found = broken.findings(broken.broken(name), monkeypatch)[broken.RULES[name][1]]
+    assert found and "Error" not in found  # the rule runs, and is wrong
 
 
 def test_the_right_rules_pass(monkeypatch):
@@ -75,7 +76,7 @@ def run(*options):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def test_the_script(tmp_path):
+def test_the_script():
     done = run("--count", "800")
     assert done.returncode == 0 and "The speculative histogram is the target's." in done.stdout, done.stderr
     done = run("--count", "800", "--broken", "softmax residual")
@@ -83,9 +84,9 @@ def test_the_script(tmp_path):
     assert "+ return n, draw(residual.softmax(-1), generator)" in done.stdout
     done = run("--broken", "nothing")
     assert done.returncode == 2 and "invalid choice" in done.stderr and "Traceback" not in done.stderr
-    assert not any(tmp_path.iterdir())
 
 
+@exact_only
 def test_the_long_run_goes_on_where_it_stopped(tmp_path):
     file = tmp_path / "long"
     done = run("--long", str(file), "--tokens", "300")
@@ -98,6 +99,7 @@ def test_the_long_run_goes_on_where_it_stopped(tmp_path):
     assert len(file.read_text().splitlines()) == 4
 
 
+@exact_only
 def test_the_long_run_sees_a_single_bit(tmp_path, monkeypatch):
     forward = Qwen2.__call__
 
@@ -108,7 +110,6 @@ def test_the_long_run_sees_a_single_bit(tmp_path, monkeypatch):
         return logits
 
     monkeypatch.setattr(Qwen2, "__call__", call)
-    target, draft = lab3.PAIRS["tiny"]
-    assert not long_run.main(Namespace(long=str(tmp_path / "long"), tokens=100, target=target, draft=draft))
+    assert not long_run.main(Namespace(long=str(tmp_path / "long"), tokens=100, target="tiny", draft=None))
     (line,) = map(json.loads, (tmp_path / "long").read_text().splitlines())
     assert line["same"] and not line["same bits"]

@@ -2,11 +2,16 @@
 
 import math
 
+import pytest
 import torch
 
 from kv_cache import KVCache
 from model import Config, Layer, Linear, Qwen2
 from speculative import speculative_decode
+
+exact_only = pytest.mark.skipif(
+    "fbgemm" not in torch.backends.quantized.supported_engines, reason="needs FBGEMM, which this CPU or torch lacks"
+)
 
 
 class Toy:

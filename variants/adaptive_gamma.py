@@ -6,8 +6,9 @@ learned: how often drafts of about this confidence (the largest entry of q) were
 before the draft is drawn, so it cannot favour one token over another, and the text keeps its distribution.
 
 Where drafts do not pay, only now and then one is tried, from a purse: 2 % of the tokens so far and a small loan. So
-on a text where every draft is wrong it loses that and no more, if c and v(n) are right. It gains where the best gamma
-changes from one part of a text to the next; with a draft that is always as good, the best fixed gamma does as well.
+on a text where every draft is wrong it loses that and no more, if c and v(n) are right. It gains where drafts become
+worse within a text. Where they become better it mostly misses it: the draft has to read what it slept through, and with
+2 % that can be paid only where c is small. With a draft that is always as good, the best fixed gamma does as well.
 SpecDec++ (Huang et al. 2024, arXiv 2405.19715) derives such a threshold, and learns the chance with a network.
 
     speculative_decode(target, AdaptiveDraft(draft, 500, c, v), prompt, 200, gamma=8)      8 is the most it may draft
@@ -52,7 +53,8 @@ class AdaptiveDraft(DraftModel):
             logits = self.model(fed, self.cache, last=1)[:, : self.vocab]  # [1, vocab]
             self.cost, step = self.cost + step, self.c
             row = warp(logits, *self.sampling) if self.sampling[0] > 0 else logits.softmax(-1)
-            self.bins.append(min(int(row.amax().item() * 5), 4))  # q alone decides: what is drawn from it comes after
+            sure = row.amax().nan_to_num(0).item()  # q alone decides: what is drawn from it is not known yet
+            self.bins.append(min(int(5 * sure), 4))
             chance *= self.chance(self.bins[-1])
             fed = speculative.draw(row, self.generator) if self.sampling[0] > 0 else logits.argmax(-1)
             drafted.append(fed)
@@ -79,8 +81,10 @@ class AdaptiveDraft(DraftModel):
     def learn(self, emitted):
         """From the round before, which emitted so many tokens: one more than it kept."""
         self.tried += (self.cost - 1) * self.trial
-        first = self.spent is None
-        self.spent, self.emitted = (0.0, 0) if first else (self.spent + self.cost, self.emitted + emitted)
+        if self.spent is None:  # of the first round, which is not timed, what it lost counts and what it won does not
+            self.spent = max(0.0, self.cost - emitted)
+        else:
+            self.spent, self.emitted = self.spent + self.cost, self.emitted + emitted
         for i, kind in enumerate(self.bins[:emitted]):  # the last one of these was refused, if it is there
             for counts in (self.kept[kind], self.kept[5]):
                 counts[:] = FORGET * counts[0] + (i < emitted - 1), FORGET * counts[1] + 1

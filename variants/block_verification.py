@@ -25,6 +25,7 @@ def block_verification(p, q, drafted, generator):
     q = F.one_hot(drafted, p.shape[1]) if q is None else q
     q = F.pad(q.to(p), (0, p.shape[1] - q.shape[1], 0, 1))  # [k + 1, vocab], as in `rejection`: the last row is zeros
     ratio = (p[row, drafted] / q[row, drafted]).nan_to_num(0)  # [k]
+    q = q.nan_to_num(0)  # a draft model that puts out NaN ends the block there
     block = [torch.ones_like(p[0, 0])]  # block[i]: how likely it is that the first i drafts may stay
     for r in ratio:
         # Capped after each token, and the cap is all the difference to a product: what is above 1 here cannot make up

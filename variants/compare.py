@@ -10,6 +10,7 @@ adaptive   speed of adaptive gamma against fixed ones, and against two drafts th
 import argparse
 import itertools
 import statistics
+import sys
 import time
 from collections import namedtuple
 
@@ -17,9 +18,9 @@ import torch
 from huggingface_hub.utils import tqdm
 
 from model import Config, Qwen2, find
-from pairs import PAIRS, prompts
+from pairs import choose, prompts
 from speculative import DraftModel, rejection, speculative_decode
-from text import Text
+from text import Text, check_same_ids
 from variants.adaptive_gamma import AdaptiveDraft
 from variants.block_verification import block_verification
 from variants.coupled_sampling import Coupled
@@ -63,7 +64,7 @@ def rules(target, draft, asked, args):
             cells = []
             for rule in (rejection, block_verification, None):
                 tokens, rounds, drafted, accepted = sums(table[domain, gamma, rule])
-                cells.append(f"{tokens / rounds:.2f} {accepted / drafted:>4.0%}")
+                cells.append(f"{tokens / max(rounds, 1):.2f} {accepted / max(drafted, 1):>4.0%}")
             print(f"{domain:<11}{gamma:>6}{'':>5}" + "".join(f"{cell:<18}" for cell in cells).rstrip())
 
 
@@ -76,7 +77,8 @@ def race(target, modes, texts, args):
                 for name, (drafter, gamma) in modes.items():
                     runs[name][repetition].append(run(target, drafter(ids), ids, args.tokens, gamma, eos=eos))
                     bar.update()
-    speed = {name: [sums(r)[0] / sum(one.seconds for one in r) for r in some] for name, some in runs.items()}
+    seconds = {name: [sum(one.seconds for one in r) or 1.0 for r in some] for name, some in runs.items()}
+    speed = {name: [max(sums(r)[0], 1e-9) / s for r, s in zip(runs[name], seconds[name], strict=True)] for name in runs}
     return {
         name: (statistics.median(a / b for a, b in zip(speed[name], speed["plain"], strict=True)), some[0])
         for name, some in runs.items()
@@ -99,7 +101,7 @@ def lookup(target, draft, asked, args):
         for name in list(modes)[1:]:
             speedup, (one,) = results[name]
             same = "same" if one.ids == results["plain"][1][0].ids else "other"
-            cells.append(f"{speedup:.2f}x {one.tokens / one.rounds:>5.2f} {same}")
+            cells.append(f"{speedup:.2f}x {one.tokens / max(one.rounds, 1):>5.2f} {same}")
         print(f"{what:<12}" + "".join(f"{cell:<22}" for cell in cells).rstrip(), flush=True)
 
 
@@ -159,26 +161,41 @@ def costs(target, draft, rows, repeat=9):
     return more[-1] / one, [1.0, *(time / one for time in more[:-1])]
 
 
-@torch.no_grad()
 def main():
     parts = {"rules": rules, "lookup": lookup, "adaptive": adaptive}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="*", metavar="PART", help=", ".join(parts))
-    parser.add_argument("--target", default=PAIRS["tiny"][0])
-    parser.add_argument("--draft", default=PAIRS["tiny"][1])
+    parser.add_argument("--target", default="tiny", help="as in bench.py. Default: tiny")
+    parser.add_argument("--draft")
     parser.add_argument("--bits", type=int, choices=[4, 16, 32], default=32)
     parser.add_argument("--tokens", type=int, default=128, help="of each text")
     parser.add_argument("--seeds", type=int, default=2, help="of each prompt, for rules")
     parser.add_argument("--repeat", type=int, default=3, help="of what is timed")
     args = parser.parse_args()
-    target, draft = (Qwen2.load(folder, args.bits, "cpu") for folder in (args.target, args.draft))
-    text = Text(find(args.target), Config.read(find(args.target)).eos)
+    if unknown := set(args.part) - parts.keys():
+        parser.exit(2, f"compare.py: there is no part {', '.join(unknown)}: take {', '.join(parts)}\n")
+    try:
+        compare(args, {name: parts[name] for name in args.part or parts})
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"compare.py: {' '.join(str(error).split())}\n")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+@torch.no_grad()
+def compare(args, parts):
+    if args.tokens < 16 or args.seeds < 1 or args.repeat < 1:
+        raise ValueError("--tokens must be 16 or more, --seeds and --repeat 1 or more")
+    folders = [find(model) for model in choose(args.target, args.draft, "cpu", args.bits)[:2]]
+    text, other = (Text(folder, Config.read(folder).eos) for folder in folders)
+    check_same_ids(text, other)
+    target, draft = (Qwen2.load(folder, args.bits, "cpu") for folder in folders)
     asked = {domain: [text.prompt(one) for one in some] for domain, some in prompts(text.is_chat, "all").items()}
-    print(f"target {args.target}\ndraft  {args.draft}")
+    print("target {}\ndraft  {}".format(*folders))
     print(f"{args.bits} bits, {torch.get_num_threads()} threads, {args.tokens} tokens a text")
-    for part in args.part or parts:
-        print(f"\n{part}: {parts[part].__doc__}")
-        parts[part](target, draft, asked, args)
+    for name, part in parts.items():
+        print(f"\n{name}: {part.__doc__}")
+        part(target, draft, asked, args)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ class Coupled:
     """
 
     def __init__(self, model, seed, vocab, temperature=1.0, top_k=0, top_p=1.0):
+        if not temperature > 0:
+            raise ValueError(f"the temperature is {temperature} and must be above 0: greedy text needs no noise")
         self.model, self.seed, self.vocab, self.sampling = model, seed, vocab, (temperature, top_k, top_p)
 
     def new_cache(self, max_length):
@@ -43,7 +45,7 @@ class Coupled:
 
 def noisy(p, seed, place, vocab):
     """log p + noise, [ids], whose largest is a draw from p [ids]. vocab: how many ids are given noise, in any case."""
-    return p.log() + gumbel(seed, place, vocab)[: len(p)].to(p.device)
+    return p.cpu().log() + gumbel(seed, place, vocab)[: len(p)]  # a GPU has other luck, and an Apple one no float64
 
 
 @functools.lru_cache(32)  # the draft asks, then the target, and after a rejection both once more

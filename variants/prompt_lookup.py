@@ -46,4 +46,6 @@ class Hybrid:
 
     def propose(self, tokens, gamma):
         drafted, q = self.first.propose(tokens, gamma)
-        return (drafted, q) if len(drafted) else self.second.propose(tokens, min(gamma, self.most))
+        # Ask the second for nothing, too: it must hear of each round, to forget the drafts that the target refused.
+        other = self.second.propose(tokens, 0 if len(drafted) else min(gamma, self.most))
+        return (drafted, q) if len(drafted) else other
