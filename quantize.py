@@ -127,11 +127,11 @@ class Int8:
     exact = True
 
     def __init__(self, matrix, bias=None):
-        self.bias, integers, steps = bias, [], []
+        self.bias, integers, steps, few = bias, [], [], 2**18 // matrix.columns or 1  # rows that fit in a cache
         # FBGEMM without VNNI adds up pairs of products in 16 bits: 2 x 255 x 63 fits, and 2 x 255 x 127 does not.
         most = 127 if torch.cpu.get_capabilities().get("avx512_vnni") else 63
-        for rows in torch.arange(len(matrix.data)).split(2**19 // matrix.columns or 1):
-            values = mix(matrix[rows])
+        for start in range(0, len(matrix.data), few):
+            values = mix(matrix[start : start + few])
             steps.append(values.abs().amax(1).clamp(min=TINY) / most)
             integers.append(values.div_(steps[-1][:, None]).round_().to(torch.int8))
         steps = torch.cat(steps) / math.gcd(matrix.columns, 32)
@@ -211,11 +211,11 @@ class Weights:
     def linear(self, at, inputs, bias=False, by_rows=False, **outputs):
         """As that of the Checkpoint. by_rows: the result has the matrix itself as `weight`, for an embedding."""
         data = torch.cat([self.matrix(f"{at}{name}", size, inputs).data for name, size in outputs.items()])
-        matrix, rows = FourBit(data, inputs, self.group), len(data)
+        matrix = FourBit(data, inputs, self.group)
         bias = torch.cat([self.take(f"{at}{name}.bias", size) for name, size in outputs.items()]) if bias else None
         kind = kernel(self.checkpoint.device, self.checkpoint.dtype, self.group)
-        if kind is Int4Pack and (rows % 16 or inputs % 128):
-            warnings.warn(f"{at}{'+'.join(outputs)}: no kernel for {rows} x {inputs}: it will be slow", stacklevel=2)
+        if kind is Int4Pack and (len(data) % 16 or inputs % 128):
+            warnings.warn(f"{at}{'+'.join(outputs)}: no kernel for {len(data)} x {inputs}: it is slow", stacklevel=2)
             kind = Reference
         head = {"lm_head.weight", "lm_head.4bit"} & self.shapes.keys()  # then an embedding is only looked up
         result = (Reference if by_rows and head else kind)(matrix, bias)
