@@ -5,10 +5,10 @@ draft step and one more row for the target) times the tokens that the same time 
 learned: how often drafts of about this confidence (the largest entry of q) were kept, of late. All of this is known
 before the draft is drawn, so it cannot favour one token over another, and the text keeps its distribution.
 
-Where drafts do not pay, only now and then one is tried, from a purse: 2 % of the tokens so far and a small loan. So
+Where drafts do not pay, only now and then one is tried, from a purse: 1 % of the tokens so far and a small loan. So
 on a text where every draft is wrong it loses that and no more, if c and v(n) are right. It gains where drafts become
 worse within a text. Where they become better it mostly misses it: the draft has to read what it slept through, and with
-2 % that can be paid only where c is small. With a draft that is always as good, the best fixed gamma does as well.
+1 % that can be paid only where c is small. With a draft that is always as good, the best fixed gamma does as well.
 SpecDec++ (Huang et al. 2024, arXiv 2405.19715) derives such a threshold, and learns the chance with a network.
 
     speculative_decode(target, AdaptiveDraft(draft, 500, c, v), prompt, 200, gamma=8)      8 is the most it may draft
@@ -19,8 +19,9 @@ import torch
 import speculative
 from speculative import DraftModel, warp
 
-LOAN, SHARE = 0.6, 0.02  # what may be lost, in target steps: at the start, and with each token. 2.9 % of 64 tokens
-FORGET = 0.93  # what an observation is worth after the next: some 15 drafts count
+LOAN, SHARE = 1.2, 0.01  # what may be lost, in target steps: at the start, and with each token. 2.9 % of 64 tokens
+FORGET = 0.95  # what an observation is worth after the next: some 20 drafts count
+PRIOR = 4  # drafts that the guess to begin with is worth
 
 
 class AdaptiveDraft(DraftModel):
@@ -34,7 +35,7 @@ class AdaptiveDraft(DraftModel):
         super().__init__(model, max_length, **options)
         self.c, self.v = c, [max(v[: i + 1]) for i in range(len(v))]  # a pass over more rows cannot be cheaper
         # Of how many drafts how many were kept, for five ranges of confidence and for all, with a guess to begin with.
-        self.kept = [[3 * chance, 3] for chance in (0.4, 0.5, 0.6, 0.7, 0.9, 0.7)]
+        self.kept = [[PRIOR * chance, PRIOR] for chance in (0.4, 0.5, 0.6, 0.7, 0.9, 0.7)]
 
     def propose(self, tokens, gamma):
         if tokens is not self.seen:
@@ -71,7 +72,7 @@ class AdaptiveDraft(DraftModel):
         price = step + self.v[k + 1] - self.v[k]
         rate = max(1.0, self.emitted / self.spent) if self.spent else 1.0  # tokens that a target step brings, so far
         lost = (self.spent or 0) + self.cost + price + self.v[k] - 1 - (self.emitted + 1)  # if no draft were kept
-        purse = LOAN + SHARE * self.emitted
+        purse = LOAN * (k == 0) + SHARE * self.emitted  # the loan buys single drafts, more of them only what was won
         pays = chance > rate * price
         self.trial |= k == 0 and not pays
         ever = self.c + self.v[1] - self.v[0] < 0.9  # would it pay, were it always right?
@@ -80,7 +81,7 @@ class AdaptiveDraft(DraftModel):
 
     def learn(self, emitted):
         """From the round before, which emitted so many tokens: one more than it kept."""
-        self.tried += (self.cost - 1) * self.trial
+        self.tried = max(0.0, self.tried + (self.cost - emitted) * self.trial)  # what came of it goes back to the purse
         if self.spent is None:  # of the first round, which is not timed, what it lost counts and what it won does not
             self.spent = max(0.0, self.cost - emitted)
         else:
