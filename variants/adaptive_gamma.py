@@ -44,13 +44,17 @@ class AdaptiveDraft(DraftModel):
         else:
             self.learn(len(tokens) - self.length)
         self.cache.rollback(min(self.cache.length, len(tokens) - 1))
-        fed, drafted, q, chance = torch.tensor(tokens[self.cache.length :]), [], [], 1.0
-        unknown = self.vocab and max(fed) >= self.vocab
-        most = 0 if unknown else min(gamma, len(self.v) - 1, self.cache.max_length + 1 - len(tokens))
+        fed, drafted, q, chance = None, [], [], 1.0
+        most = min(gamma, len(self.v) - 1, self.cache.max_length + 1 - len(tokens))
         self.length, self.bins, self.cost, self.trial = len(tokens), [], 1.0, False  # of this round, in target steps
         # After rounds without a draft several tokens must be fed. Reading the prompt is no decoding, and not counted.
-        step = self.c * (1 if self.spent is None else self.rows(len(fed)))
+        step = self.c * (1 if self.spent is None else self.rows(len(tokens) - self.cache.length))
         while len(drafted) < most and self.worth(chance * self.chance(5), len(drafted), step):
+            if fed is None:  # not before it is wanted: a round without drafts should cost nothing
+                missing = tokens[self.cache.length :]
+                if self.vocab and max(missing) >= self.vocab:
+                    break
+                fed = torch.tensor(missing)
             logits = self.model(fed, self.cache, last=1)[:, : self.vocab]  # [1, vocab]
             self.cost, step = self.cost + step, self.c
             row = warp(logits, *self.sampling) if self.sampling[0] > 0 else logits.softmax(-1)
