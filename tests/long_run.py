@@ -64,8 +64,13 @@ def main(args):
     done = {}
     if os.path.exists(args.long):
         with open(args.long, encoding="utf-8") as file:
-            whole_lines = [line for line in file if line.endswith("\n")]  # the last may be cut off
-        done = {tuple(line.pop("what")): line for line in map(json.loads, whole_lines)}
+            lines = [line for line in file if line.endswith("\n")]  # the last may be cut off
+        try:
+            done = {tuple(line.pop("what")): line for line in map(json.loads, lines)}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"--long {args.long} is not the file of a long run: name another") from None
+        with open(args.long, "w", encoding="utf-8") as file:
+            file.writelines(lines)
     jobs = [
         (*folders, number, name, 1 + (number + 2 * i + more) % 8)  # after 4 prompts each drafter has had each gamma
         for number, (i, name), more in itertools.product(range(len(asked)), enumerate(drafters), (0, 4))

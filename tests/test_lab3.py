@@ -93,10 +93,13 @@ def test_the_long_run_goes_on_where_it_stopped(tmp_path):
     assert done.returncode == 0 and "3 texts, 384 tokens.\n0 texts differ" in done.stdout, done.stderr
     lines = file.read_text().splitlines()
     lines[0] = json.dumps(json.loads(lines[0]) | {"same": False, "same bits": False})
-    file.write_text("\n".join(lines) + "\n")
+    file.write_text("\n".join(lines) + '\n{"what": ["cut off')
     done = run("--long", str(file), "--tokens", "500")  # one more, and what was noted is believed
     assert done.returncode == 1 and "4 texts, 512 tokens.\n1 texts differ" in done.stdout, done.stderr
     assert len(file.read_text().splitlines()) == 4
+    file.write_text("[1]\n")
+    done = run("--long", str(file))
+    assert done.returncode == 2 and "is not the file of a long run" in done.stderr and file.read_text() == "[1]\n"
 
 
 @exact_only
