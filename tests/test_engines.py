@@ -1,0 +1,300 @@
+"""Other engines: transformers and a real llama.cpp server write what ours writes, and are counted and timed as ours."""
+
+import functools
+import json
+import shutil
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import transformers
+
+import folders
+import pairs
+from labs import engines
+from model import Qwen2
+from quantize import save
+from text import Text
+from toys import decode
+
+ROOT = Path(__file__).parent.parent
+TARGET, DRAFT = pairs.PAIRS["tiny"]
+END, LIMIT = 4093, 40
+sys.path.insert(0, str(ROOT / "tiny"))
+import to_gguf  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def text():
+    return Text(TARGET, [END])
+
+
+@pytest.fixture(scope="module")
+def wanted(text):
+    """[(ids, what our plain decoding writes behind them)] for a prompt of each domain."""
+    model, prompts = Qwen2.load(TARGET, bits=32, device="cpu"), pairs.prompts(False, "all").values()
+    return [(ids, decode(model, None, ids, LIMIT, 0)[0]) for ids in (text.prompt(some[0]) for some in prompts)]
+
+
+def copy(folder, to, **generation):
+    """A model folder with another generation_config.json."""
+    shutil.copytree(folder, to)
+    (to / "generation_config.json").write_text(json.dumps(generation))
+    return str(to)
+
+
+# transformers
+
+
+@pytest.fixture(scope="module")
+def modes():
+    return engines.transformers_modes(TARGET, DRAFT, "cpu", 32)
+
+
+def test_transformers_writes_the_same(modes, wanted):
+    for ids, expected in wanted:
+        plain, assisted, lookup = (modes[mode](ids, LIMIT, [END]) for mode in ("plain", "assisted", "lookup"))
+        assert plain.ids == assisted.ids == lookup.ids == expected
+        assert (plain.tokens, plain.drafted, plain.accepted) == (LIMIT - 1, 0, 0)
+        assert 0 < assisted.accepted <= assisted.drafted and lookup.accepted < lookup.drafted
+    again = modes["assisted"](ids, LIMIT, [END])
+    assert (again.drafted, again.accepted) == (assisted.drafted, assisted.accepted)  # nothing is carried over
+
+
+def test_the_end_of_text_and_of_the_context(modes, wanted):
+    ids, expected = wanted[0]
+    for write in modes.values():
+        written = write(ids, LIMIT, [expected[9]])
+        assert written.ids == expected[: expected.index(expected[9]) + 1]
+        assert len(write((ids * 9)[:509], LIMIT, []).ids) == 3  # of 512
+
+
+def test_all_drafts_of_the_target_itself_are_kept(wanted):
+    write = engines.transformers_modes(TARGET, TARGET, "cpu", 32)["assisted"]
+    written = write(wanted[0][0], LIMIT, [])
+    assert written.drafted == written.accepted > 0
+    assert written.ids == wanted[0][1] and written.tokens < LIMIT - 1  # the first round has drafts, too
+
+
+def test_what_is_timed(modes, wanted, monkeypatch):
+    """A clock that moves by the rows that the target is fed: reading the prompt must not count."""
+    clock, forward = [0.0], transformers.Qwen2ForCausalLM.forward
+
+    @functools.wraps(forward)  # generate() looks at its arguments' names
+    def slow(self, input_ids=None, **rest):
+        clock[0] += input_ids.shape[1]
+        return forward(self, input_ids=input_ids, **rest)
+
+    monkeypatch.setattr(transformers.Qwen2ForCausalLM, "forward", slow)
+    monkeypatch.setattr(engines, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    for ids, _ in wanted:
+        plain, lookup = modes["plain"](ids, LIMIT, []), modes["lookup"](ids, LIMIT, [])
+        assert plain.seconds == plain.tokens
+        assert lookup.seconds == lookup.drafted + lookup.tokens - lookup.accepted  # each round feeds a token more
+
+
+def test_a_generation_config_changes_nothing(modes, wanted, tmp_path):
+    asks = {"do_sample": True, "temperature": 1.5, "top_k": 5, "repetition_penalty": 3.0, "num_assistant_tokens": 2}
+    asks |= {"num_assistant_tokens_schedule": "heuristic", "eos_token_id": [wanted[0][1][5], END]}
+    folder = [copy(folder, tmp_path / str(i), **asks) for i, folder in enumerate((TARGET, DRAFT))]
+    other, (ids, expected) = engines.transformers_modes(*folder, "cpu", 32), wanted[0]
+    for mode in modes:
+        a, b = modes[mode](ids, LIMIT, [END]), other[mode](ids, LIMIT, [END])
+        assert a.ids == b.ids == expected and a[4:] == b[4:]
+
+
+def test_what_transformers_cannot_read(tmp_path, monkeypatch):
+    source = folders.write(tmp_path / "source")
+    save(source, str(tmp_path / "four"))
+    for folder, bits in ((TARGET, 4), (str(tmp_path / "four"), 32)):
+        with pytest.raises(ValueError, match="--bits 32 or 16") as refused:
+            engines.transformers_modes(folder, folder, "cpu", bits)
+        assert folder in str(refused.value) and "\n" not in str(refused.value)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match="pip install transformers"):
+        engines.transformers_modes(TARGET, DRAFT, "cpu", 32)
+
+
+# Servers
+
+
+def convert(folder, file):
+    pytest.importorskip("gguf")
+    to_gguf.convert(folder, str(file), "f32")
+    return str(file)
+
+
+def serve(target, draft=None):
+    """llama.cpp's server on a free port of 127.0.0.1, all in float32. It ends with the object."""
+    llama = pytest.importorskip("xllamacpp")
+    asked = llama.CommonParams()
+    asked.model.path, asked.hostnames, asked.port, asked.n_ctx, asked.verbosity = target, ["127.0.0.1"], 0, 512, 0
+    asked.cpuparams.n_threads = asked.cpuparams_batch.n_threads = 1
+    asked.cache_type_k = asked.cache_type_v = llama.ggml_type.GGML_TYPE_F32
+    if draft:
+        asked.speculative.types = [llama.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+        asked.speculative.draft.mparams.path, asked.speculative.draft.n_max = draft, 4
+    return llama.Server(asked)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gguf")
+    target, draft = (convert(path, folder / f"{i}.gguf") for i, path in enumerate((TARGET, DRAFT)))
+    return serve(target), serve(target, draft)
+
+
+def post(server, path, **body):
+    return json.loads(b"".join(engines.ask(server.listening_address + path, body)))
+
+
+def test_llama_cpp_writes_the_same(servers, wanted, text):
+    modes = engines.server_modes([servers[0].listening_address, servers[1].listening_address + "/v1/"])
+    assert list(modes) == ["server 1", "server 2"]
+    for ids, expected in wanted:
+        plain, drafted = (write(ids, LIMIT, [END]) for write in modes.values())
+        assert plain.text == drafted.text == text.decode(expected) and plain.ids is None
+        assert plain.tokens == drafted.tokens == LIMIT - 1 and plain.seconds > 0 < drafted.seconds
+        assert plain.drafted is None and plain.accepted is None
+        # Each round adds a token of the target's, and drafts at most 4.
+        assert 0 < drafted.accepted <= drafted.drafted <= 4 * (drafted.tokens - drafted.accepted)
+
+
+def test_llama_cpp_cuts_texts_as_we_do(servers, text):
+    for prompt in ["def f(x):\n    return x ** 2  # na\u00efve\n\n\nKING JOHN\n\t1984 \u00a3", "I'll\r\n  go"]:
+        ids = post(servers[0], "/tokenize", content=prompt)["tokens"]
+        assert ids == text.prompt(prompt)
+        assert post(servers[0], "/detokenize", tokens=ids)["content"] == prompt
+
+
+def test_llama_cpp_stops_at_the_models_end_of_text(tmp_path, wanted, text):
+    ids, expected = wanted[0]
+    last = expected.index(expected[9])
+    other = serve(convert(copy(TARGET, tmp_path / "m", eos_token_id=expected[9]), tmp_path / "m.gguf"))
+    written = engines.server_modes([other.listening_address])["server"](ids, LIMIT, [expected[9]])
+    assert written.text == text.decode(expected[: last + 1])  # with the end, which is no control token here
+    assert written.tokens == last  # the end counts, the first does not
+
+
+@pytest.fixture
+def fake():
+    """Answers as it is told: .answers[path] = status, body. Keeps what it was asked in .asked."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            size = int(self.headers.get("Content-Length", 0))
+            server.asked.append(json.loads(self.rfile.read(size) or "null"))
+            status, body = server.answers.get(self.path, (404, "not here"))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.asked, server.answers = [], {"/v1/models": (200, '{"data": [{"id": "big"}]}')}
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def chunks(*of):
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in of) + "data: [DONE]\n\n"
+
+
+def piece(text, count, reason=None):
+    return {"choices": [{"text": text, "finish_reason": reason}], "usage": count and {"completion_tokens": count}}
+
+
+def test_a_server_that_counts_as_vllm_does(fake):
+    total = {"choices": [], "usage": {"completion_tokens": 9}}
+    fake.answers["/v1/completions"] = 200, chunks(piece("ab", 3), piece("c", 4), piece("d", 9, "stop"), total)
+    written = engines.server_modes([fake.url])["server"]([5, 6], 20, [7])
+    assert (written.text, written.tokens, written.drafted) == ("abcd", 6, None)  # the first chunk had 3
+    fake.answers["/v1/completions"] = 200, chunks(piece("a", None), piece("bc", None, "stop"), total)
+    assert engines.server_modes([fake.url], "other")["server"]([5, 6], 20, [7]).tokens == 8
+    first, second = filter(None, fake.asked)
+    assert (first["model"], second["model"]) == ("big", "other")
+    assert first["prompt"] == [5, 6] and first["temperature"] == 0 and first["repetition_penalty"] == 1
+    assert first["stop_token_ids"] == [7] and first["max_tokens"] == 20
+
+
+@pytest.mark.parametrize("status, body, says", [
+    (404, '{"error": {"message": "no model big"}}\n', "404 Not Found: .*no model big"),
+    (200, chunks({"error": {"message": "out of memory"}}), "out of memory"),
+    (200, chunks(piece("a", 1), piece("b", 2)), "broke off"),
+    (200, chunks(piece("a", None, "stop")), "how many tokens"),
+])  # fmt: skip
+def test_what_goes_wrong_is_one_line(fake, status, body, says):
+    fake.answers["/v1/completions"] = status, body
+    with pytest.raises(OSError, match=f"^{fake.url}/v1/completions.*{says}") as wrong:
+        engines.server_modes([fake.url])["server"]([5], 4, [])
+    assert "\n" not in str(wrong.value)
+
+
+def test_an_address_without_a_server_is_one_line(fake):
+    fake.answers["/page/v1/models"] = 200, "<html>Hello</html>"
+    fake.answers["/two/v1/models"] = 200, '{"data": [{"id": "big"}, {"id": "small"}]}'
+    for url, says in [
+        ("http://127.0.0.1:9", "no answer .*refused"),
+        ("127.0.0.1:8080", "no answer .*unknown url type"),
+        (f"{fake.url}/wrong", "404 Not Found: not here"),
+        (f"{fake.url}/page", "not such a server"),
+        (f"{fake.url}/two", "name the one to measure: big, small"),
+    ]:
+        with pytest.raises((OSError, ValueError), match=says) as wrong:
+            engines.server_modes([url])
+        assert str(wrong.value).startswith(url) and "\n" not in str(wrong.value)
+
+
+# GGUF
+
+
+def test_to_gguf_as_a_command(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    to_gguf.main([str(tmp_path / "new"), "--type", "f16"])
+    assert sorted(file.name for file in (tmp_path / "new").iterdir()) == ["draft.gguf", "target.gguf"]
+    tensors = gguf.GGUFReader(tmp_path / "new" / "target.gguf").tensors
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in tensors}
+    assert len(kinds) == 2 + 12 * 12  # tied: the head is the embedding
+    assert kinds["token_embd.weight"] == "F16" and kinds["blk.11.attn_q.bias"] == kinds["output_norm.weight"] == "F32"
+
+
+def test_to_gguf_pads_and_leaves_nothing_half_written(tmp_path, capsys, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    weights = folders.tensors(vocab_size=4100)
+    weights["model.layers.1.mlp.down_proj.weight"][0, 0] = 1e5
+    large, other = folders.write(tmp_path / "large", weights, vocab_size=4100), folders.write(tmp_path / "other")
+    shutil.copy(f"{TARGET}/tokenizer.json", large)
+    save(other, str(tmp_path / "four"))
+    out = tmp_path / "x.gguf"
+
+    def refused(model, *options):
+        with pytest.raises(SystemExit) as stopped:
+            to_gguf.main(["--model", str(model), "--out", str(out), *options])
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and len(error.splitlines()) == 1 and not list(tmp_path.glob("x.*"))
+        return error
+
+    assert "--type f32" in refused(large, "--type", "f16")
+    assert f"{other}/tokenizer.json is not the byte-level BPE of Qwen2" in refused(other)
+    assert "16 or 32 bits" in refused(tmp_path / "four")
+    assert "config.json is missing" in refused(tmp_path / "none")
+    with monkeypatch.context() as broken:
+        broken.setattr(gguf.GGUFWriter, "write_tensors_to_file", lambda self: (_ for _ in ()).throw(OSError("full")))
+        assert "full" in refused(large)
+    to_gguf.main(["--model", large, "--out", str(out)])
+    fields = gguf.GGUFReader(out).fields
+    assert fields["tokenizer.ggml.tokens"].contents()[4094:4097] == ["<|im_start|>", "<|im_end|>", "[PAD4096]"]
+    assert fields["tokenizer.ggml.token_type"].contents()[4092:4097] == [1, 3, 3, 3, 5]  # normal, control, unused
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    out.unlink()
+    assert "pip install gguf" in refused(large)
