@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from machine import free_memory
+from measure.machine import free_memory
 from model import Checkpoint, find
 
 HERE = os.path.dirname(os.path.abspath(__file__))

@@ -230,7 +230,7 @@ def exact(args, tokens=128):
 
 LOAD = """
 import sys, time; sys.path.insert(0, sys.argv[2])
-import memory, model
+import model; from measure import memory
 before, start = memory.in_use("cpu"), time.perf_counter()
 kept = model.Qwen2.load(sys.argv[1], 4, "cpu")
 seconds = time.perf_counter() - start

@@ -1,5 +1,6 @@
-"""bench.py: what it counts, what it times, and what it prints, on models of a few hundred kilobytes."""
+"""bench.py: what it counts, what it times, what it foresees, and what it prints, on models of a few kilobytes."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -8,7 +9,10 @@ import torch
 
 import bench
 import folders
-from speculative import Round
+from measure import costs, machine, showdown, table, verify
+from measure.costs import Costs
+from measure.showdown import Mode
+from speculative import DraftModel, Round, speculative_decode
 from toys import Toy, one_hot
 
 
@@ -23,100 +27,233 @@ def options(**given):
     return SimpleNamespace(**default | given)
 
 
+def counting(*eos):
+    """A model that counts to 7 and begins anew."""
+    model = Toy(lambda seen: one_hot((seen[-1] + 1) % 8, 8))
+    model.config = SimpleNamespace(vocab_size=8, eos=list(eos), max_position_embeddings=1000)
+    model.device = torch.device("cpu")
+    return model
+
+
+def decode(target, draft, gamma, limit, ids=(3,)):
+    mode = Mode("speculative", gamma, lambda ids, sampling: DraftModel(draft, len(ids) + limit, **sampling))
+    return showdown.race(target, [mode], list(ids), options(max_new_tokens=limit))[0]
+
+
 def test_the_table_and_its_json(pair, tmp_path, capsys):
     file = tmp_path / "out.json"
-    arguments = ["--domain", "code", "--max-new-tokens", "20", "--gamma", "3", "--repeat", "2", "--json", str(file)]
-    bench.main([*pair, *arguments])
-    shown = capsys.readouterr().out
-    plain, speculative = json.loads(file.read_text())["rows"]
-    for word in ("code", "plain", "speculative", "same text", "3 of 3", "tok/s"):
+    arguments = ["--domain", "code", "--max-new-tokens", "20", "--repeat", "2", "--json", str(file)]
+    bench.main([*pair, *arguments, "--gamma", "3,best,auto,lookup,hybrid"])
+    shown, rows = capsys.readouterr().out, json.loads(file.read_text())["rows"]
+    assert [row["mode"] for row in rows] == ["plain", "speculative", "speculative", "auto", "lookup", "hybrid"]
+    for word in ("code", "tok/s", "3 of 3", "±", "Acceptance by position", *(row["mode"] for row in rows)):
         assert word in shown
-    assert plain["speedup"] == 1.0 and plain["tokens_per_round"] == 1.0 and plain["drafted"] == 0
-    assert plain["identical"] is True
-    assert speculative["gamma"] == 3 and speculative["identical"] is True
+    plain, speculative = rows[:2]
+    assert plain["speedup"] == plain["predicted_speedup"] == plain["tokens_per_round"] == 1.0 and plain["drafted"] == 0
+    assert len(plain["predicted_by_gamma"]) == showdown.MOST + 1 and plain["predicted_by_gamma"][0] == 1.0
+    assert speculative["gamma"] == 3 and all(row["identical"] is True for row in rows)
     assert speculative["acceptance_rate"] == speculative["accepted"] / speculative["drafted"]
-    assert set(speculative) >= {"tokens_per_second", "predicted_speedup", "cost_ratio", "tokens_per_round", "rounds"}
+    assert sum(speculative["kept"]) == speculative["accepted"] and len(speculative["judged"]) == 3
+    assert set(speculative) >= {"tokens_per_second", "cost_ratio", "rounds", "speedup_low", "nothing_accepted"}
+    assert all(sum(row["share"].values()) == pytest.approx(1) for row in rows)
     assert not list(tmp_path.glob("*.part"))
 
 
 def test_sampled_texts_are_not_compared(pair, tmp_path, capsys):
     file = tmp_path / "out.json"
-    arguments = ["--domain", "factual", "--max-new-tokens", "8", "--repeat", "1", "--json", str(file)]
-    bench.main([*pair, *arguments, "--temperature", "1"])
+    arguments = ["--domain", "factual", "--max-new-tokens", "16", "--repeat", "1", "--json", str(file)]
+    bench.main([*pair, *arguments, "--temperature", "1", "--gamma", "2"])
     assert [row["identical"] for row in json.loads(file.read_text())["rows"]] == [None, None]
-
-
-def test_watch(pair, capsys):
-    bench.main(["watch", "Hello", *pair, "--max-new-tokens", "12"])
-    shown = capsys.readouterr().out
-    assert "\033[" not in shown  # not a terminal, so no colour
-    assert "tokens a round" in shown and "plain decoding" in shown
 
 
 def test_the_pair_as_its_own_draft_keeps_everything(tmp_path, capsys):  # B11, through the front door
     folder, file = folders.write(tmp_path / "m"), tmp_path / "out.json"
-    arguments = ["--domain", "code", "--max-new-tokens", "20", "--repeat", "1", "--json", str(file)]
+    arguments = ["--domain", "code", "--max-new-tokens", "20", "--repeat", "1", "--gamma", "4", "--json", str(file)]
     bench.main(["--target", folder, "--draft", folder, "--device", "cpu", *arguments])
     assert json.loads(file.read_text())["rows"][1]["acceptance_rate"] == 1.0
 
 
 @pytest.mark.parametrize("gamma, c, a, expected", [(4, 0.3, 0.5, 0.88), (4, 0.1, 0.8, 2.40)])
-def test_prediction(gamma, c, a, expected):  # B63
-    rounds, per_round = 10000, (1 - a ** (gamma + 1)) / (1 - a)
-    run = bench.Run([], 1.0, round(rounds * per_round), rounds, rounds * gamma, 0, 0)
-    row = bench.summary("code", "speculative", gamma, [[run]], [[run]], c, 1.0)
-    assert row["predicted_speedup"] == pytest.approx(expected, abs=0.005)
+def test_prediction(gamma, c, a, expected):  # B63: texts whose drafts are all kept with the chance a, and v = 1
+    known = Costs([k * c for k in range(gamma + 1)], [1.0] * (gamma + 1), [0.0] * (gamma + 1))
+    assert costs.predict(known, [[a] * 20000], gamma, 20000) == pytest.approx(expected, abs=0.02)
+    assert known.c == pytest.approx(c) and known.v == [1.0] * 5
+    slow = Costs(known.draft, known.verify, [1.0] * (gamma + 1))  # bookkeeping as slow as the target
+    assert costs.predict(slow, [[a] * 20000], gamma, 20000) == pytest.approx(
+        expected * (1 + gamma * c) * 2 / (2 + gamma * c), abs=0.02
+    )
 
 
-def test_what_is_counted(monkeypatch):  # B68: rounds (4, 4), (4, 0), (2, 1) behind a first one that is not counted
-    rounds = [Round([1], 4, 0), Round([1] * 5, 4, 4), Round([1], 4, 0), Round([1] * 2, 2, 1)]
-    monkeypatch.setattr(bench, "speculative_decode", lambda *_, **__: iter(rounds))
-    model = SimpleNamespace(config=SimpleNamespace(vocab_size=8, eos=[]), device=torch.device("cpu"))
-    run = bench.decode((model, model), [1], 4, options(), 99)
-    assert (run.tokens, run.rounds, run.drafted, run.accepted, run.rejected) == (8, 3, 10, 5, 2) and len(run.ids) == 9
-    row = bench.summary("code", "speculative", 4, [[run]], [[run]], 0.1, 1.0)
+def test_the_rounds_foreseen_are_those_that_come():
+    """Greedy: from the plain text and one pass of the draft over it, the rounds of any gamma, one by one."""
+    target, draft = (Toy(lambda seen, k=k: one_hot((sum(seen) * k + len(seen)) % 5 % 3, 3)) for k in (1, 3))
+    for model in (target, draft):
+        model.config = SimpleNamespace(vocab_size=3, eos=[], max_position_embeddings=1000)
+    plain = [id for round in speculative_decode(target, None, [1, 2], 60, 0) for id in round.tokens]
+    for text, eos in ((plain, []), (plain[:35], [])):
+        chances = costs.chances((target, draft), [1, 2], text)
+        assert 0 < sum(chances) < len(text)
+        for gamma in range(7):
+            limit = len(text)
+            come = [*speculative_decode(target, DraftModel(draft, 200), [1, 2], limit, gamma, eos=eos)]
+            foreseen = costs.rounds(chances, gamma, limit, costs.random.Random(0))
+            assert foreseen == [(round.drafted, len(round.tokens)) for round in come[1:]]
+
+
+def test_chances_when_sampling():
+    """The sum of min(p, q), by hand."""
+    p, q = [0.5, 0.3, 0.2], [0.2, 0.2, 0.6]
+    pair = [Toy(lambda seen, row=row: torch.tensor(row).log().tolist()) for row in (p, q)]
+    for model in pair:
+        model.config = SimpleNamespace(vocab_size=3)
+    assert costs.chances(pair, [0], [1, 2], temperature=1.0) == pytest.approx([0.6, 0.6])
+    assert costs.chances(pair, [0], [1], temperature=1.0, top_k=1) == [0.0]
+
+
+def row_of(rounds, gamma=4):
+    """The row that showdown.summary makes of these rounds, of a second together, at 0.1 for a draft step and v = 1."""
+    one = SimpleNamespace(seconds=0.5)
+    run = SimpleNamespace(rounds=rounds, seconds=1.0, draft=one, verify=one)
+    known = Costs([0.1 * k for k in range(gamma + 1)], [1.0] * (gamma + 1), [0.0] * (gamma + 1))
+    return showdown.summary("code", Mode("speculative", gamma, None), [[run]], [[run]], known)
+
+
+def test_what_is_counted():  # B68: rounds (4, 4), (4, 0), (2, 1)
+    row = row_of([Round([1] * 5, 4, 4), Round([1], 4, 0), Round([1] * 2, 2, 1)])
+    assert (row["tokens"], row["rounds"], row["drafted"], row["accepted"]) == (8, 3, 10, 5)
     assert row["acceptance_rate"] == 0.5 and row["tokens_per_round"] == pytest.approx(8 / 3)
+    assert row["kept"] == [2, 1, 1, 1] and row["judged"] == [3, 2, 1, 1]
+    assert row["nothing_accepted"] == pytest.approx(1 / 3)
     a = 5 / 7  # 7 drafts were judged
     assert row["tokens_per_round_theory"] == pytest.approx((1 - a**5) / (1 - a))
+    assert row["predicted_speedup"] == pytest.approx(8 / (3 + 0.1 * 10))
+
+
+def test_drafts_behind_an_end_of_text_were_not_judged():
+    row = row_of([Round([1, 7], 4, 2)])  # two are kept, the second ends the text, and nobody looked at the others
+    assert row["kept"] == [1, 1, 0, 0] and row["judged"] == [1, 1, 0, 0]
+
+
+def test_a_text_that_ends_at_once():
+    row = row_of([])
+    assert row["tokens_per_second"] == row["speedup"] == 0.0 and row["share"] is None
+    assert table.line(row, [None]).endswith("1 of 1")
 
 
 def test_what_is_timed(monkeypatch):  # B65: a clock that moves with the work. Prefill is slow and must not count
     clock = [0.0]
 
-    class Slow(Toy):
-        config, device = SimpleNamespace(vocab_size=8, eos=[]), torch.device("cpu")
+    def slow(model, ids, cache, last, usual=Toy.__call__):
+        clock[0] += 100.0 if len(ids) > 5 else 1.0
+        return usual(model, ids, cache, last)
 
-        def __call__(self, ids, cache, last):
-            clock[0] += 100.0 if len(ids) > 5 else 1.0
-            return super().__call__(ids, cache, last)
+    monkeypatch.setattr(Toy, "__call__", slow)
+    for module in (showdown, costs):
+        monkeypatch.setattr(module, "now", lambda device: clock[0])
+    model = counting()
+    plain, both = decode(model, model, 0, 11, [3] * 50), decode(model, model, 4, 15, [3] * 50)
+    assert (len(plain.rounds), plain.seconds, plain.verify.seconds, plain.draft.seconds) == (10, 10.0, 10.0, 0.0)
+    assert (len(both.rounds), both.seconds, both.verify.seconds, both.draft.seconds) == (2, 10.0, 2.0, 8.0)
+    known = costs.measure((model, model), [3] * 50, 3, {}, repeat=4)
+    assert known.draft == [0.0, 1.0, 2.0, 3.0] and known.verify == [1.0] * 4 and known.other == [0.0] * 4
 
-    monkeypatch.setattr(bench, "now", lambda device: clock[0])
-    model = Slow(lambda seen: one_hot((seen[-1] + 1) % 8, 8))
-    plain = bench.decode((model, model), [3] * 50, 0, options(), 11)
-    assert (plain.tokens, plain.seconds) == (10, 10.0)
-    both = bench.decode((model, model), [3] * 50, 4, options(), 15)
-    assert (both.tokens, both.rounds, both.seconds) == (10, 2, 10.0)  # two rounds of 4 draft steps and 1 pass
+
+def test_modes_take_turns_and_write_the_same():
+    """No mode is more than a chunk and a round ahead of another, and what each writes does not depend on the others."""
+    model, order = counting(), []
+
+    def listening(name):
+        def drafter(ids, sampling):
+            inner = DraftModel(model, 200)
+            inner.propose = lambda tokens, gamma, propose=inner.propose: order.append(name) or propose(tokens, gamma)
+            return inner
+
+        return Mode(name, 3, drafter)
+
+    runs = showdown.race(model, [listening("a"), listening("b")], [3], options(max_new_tokens=64))
+    assert runs[0].ids == runs[1].ids == [(4 + i) % 8 for i in range(64)]
+    assert sum(a != b for a, b in itertools.pairwise(order)) >= 6  # and not all of a, then all of b
 
 
 def test_a_draft_with_a_shorter_context(tmp_path, capsys):
     target = folders.write(tmp_path / "target", max_position_embeddings=512)
     draft = folders.write(tmp_path / "draft", max_position_embeddings=64)
     bench.main(["--target", target, "--draft", draft, "--device", "cpu", "--domain", "code", "--repeat", "1"])
-    assert "3 of 3" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("3 of 3") == 4
 
 
 def test_the_targets_end_of_text_counts():  # B37: and the draft's does not
-    def model(*eos):
-        result = Toy(lambda seen: one_hot((seen[-1] + 1) % 8, 8))
-        result.config, result.device = SimpleNamespace(vocab_size=8, eos=list(eos)), torch.device("cpu")
-        return result
-
-    assert bench.decode((model(7), model(5)), [3], 2, options(), 20).ids == [4, 5, 6, 7]
-    assert len(bench.decode((model(), model(5)), [3], 2, options(), 20).ids) == 20
+    assert decode(counting(7), counting(5), 2, 20).ids == [4, 5, 6, 7]
+    assert len(decode(counting(), counting(5), 2, 20).ids) == 20
 
 
 def test_the_first_difference():
     model = Toy(lambda seen: [0.0, 1.0, 1.5, 0.0])
-    assert bench.first_difference(model, [0], [2, 2, 2], [2, 2, 2]) is None
-    assert bench.first_difference(model, [0], [2, 2, 2], [2, 1, 2]) == (1, 0.5)
-    assert bench.first_difference(model, [0], [2, 2], [2, 2, 2])[0] == 2
+    assert showdown.first_difference(model, [0], [2, 2, 2], [2, 2, 2]) is None
+    assert showdown.first_difference(model, [0], [2, 2, 2], [2, 1, 2]) == (1, 0.5)
+    assert showdown.first_difference(model, [0], [2, 2], [2, 2, 2])[0] == 2
+
+
+@pytest.mark.parametrize("c, v, kept, word", [(0.9, 1.0, 0.6, "too dear"), (0.1, 3.0, 0.6, "not flat"),
+                                              (0.3, 1.0, 0.05, "too few")])  # fmt: skip
+def test_why_it_loses(c, v, kept, word):
+    """One number is bad at a time, and the sentence must name that one."""
+    known = Costs([0.0, c, 2 * c], [1.0, v, v], [0.0] * 3)
+    per_round = 1 + kept + kept * kept
+    seconds = v + 2 * c
+    row = {"domain": "code", "mode": "speculative", "gamma": 2, "rounds": 100, "tokens": 100 * per_round}
+    row |= {"tokens_per_round": per_round, "speedup": per_round / seconds, "acceptance_rate": kept}
+    row["share"] = {"draft": 2 * c / seconds, "verify": v / seconds, "other": 0.0}
+    said = table.why(row, known)
+    assert [w for w in ("too dear", "not flat", "too few") if w in said] == [word]
+    assert f"takes the time of {seconds:.2f}" in said
+
+
+def test_verify(pair, tmp_path, capsys, monkeypatch):
+    """The table, on a clock that takes 1 ms a pass and a tenth more for each row."""
+    clock = [0.0]
+
+    class Slow(Toy):
+        def __call__(self, ids, cache, last):
+            clock[0] += 0.001 * (1 + 0.1 * (len(ids) - 1))
+            return super().__call__(ids, cache, last)
+
+    monkeypatch.setattr(verify, "now", lambda device: clock[0])
+    monkeypatch.setattr(verify, "read_bandwidth", lambda device: 10.0)
+    monkeypatch.setattr(verify.memory, "read", lambda *_: 8e6)
+    model = Slow(lambda seen: [0.0])
+    model.config, model.device = counting().config, torch.device("cpu")
+    rows, names, about = verify.report(model, options(repeat=3), 32)
+    assert [row["n"] for row in rows] == [*range(1, 33)]
+    assert [row["ratio"] for row in rows] == pytest.approx([1 + 0.1 * n for n in range(32)])
+    assert [row["milliseconds"] for row in rows[:2]] == pytest.approx([1.0, 1.1])
+    assert (names, about) == ({"bytes": 8e6}, {"bandwidth": 10.0})
+    shown = capsys.readouterr().out
+    assert "8 MB" in shown and "8.0 GB/s" in shown and "up to 3" in shown and "1.30 times" in shown and "1.70" in shown
+
+
+def test_verify_needs_no_draft(pair, tmp_path, capsys):
+    file = tmp_path / "verify.json"
+    bench.main(["verify", *pair[:2], "--device", "cpu", "--repeat", "1", "--json", str(file)])
+    written = json.loads(file.read_text())
+    assert len(written["rows"]) == 32 and written["machine"]["bandwidth"] > 0
+    assert written["pair"]["command"] == "verify" and "GB/s" in capsys.readouterr().out
+
+
+def test_a_vector_is_read_as_fast_as_it_can_be(monkeypatch):
+    times = iter(i * 0.5 for i in range(100))
+    monkeypatch.setattr(machine, "now", lambda device: next(times))
+    assert machine.read_bandwidth("cpu", repeat=2) == pytest.approx(2**28 / 0.5 / 1e9)
+
+
+@pytest.mark.parametrize("arguments, word", [
+    (["watch"], "a prompt"), (["verify", "text"], "none"), (["compare"], "files"),
+    (["--gamma", "0"], "1 to 64"), (["--gamma", "4,often"], "often"), (["watch", "text", "--gamma", "lookup"], "auto"),
+    (["--gamma", "70"], "70"), (["memory", "--plot", "x.png"], "memory"),
+    (["--max-new-tokens", "5"], "6"), (["--plot", "x.gif"], "png"),
+])  # fmt: skip
+def test_refused(arguments, word, capsys):
+    with pytest.raises(SystemExit) as end:
+        bench.main(arguments)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and word in said and said.count("\n") == 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import folders
-import memory
+from measure import memory
 from model import Config, Linear, Qwen2
 from quantize import FourBit
 

@@ -6,7 +6,7 @@ from huggingface_hub import constants
 import bench
 import folders
 import pairs
-from machine import free_memory
+from measure.machine import free_memory
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from machine import free_memory
+from measure.machine import free_memory
 from model import Config, Qwen2, find
 from speculative import DraftModel, speculative_decode
 
@@ -41,6 +41,12 @@ def model(c, bits, device):
     elif not c.tie_word_embeddings:
         embedding = head
     return layers, head + embedding
+
+
+def read(c, bits, device, context):
+    """Bytes that a token behind `context` others reads: the layers, the head, and the cache."""
+    rows = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * context
+    return model(c, bits, device)[0] + matrix(c.vocab_size, c.hidden_size, bits, device) + rows * width(bits, device)
 
 
 def width(bits, device):

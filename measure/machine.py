@@ -1,7 +1,8 @@
-"""What this machine is, and how much of its memory is free."""
+"""What this machine is, how much of its memory is free, how fast it can be read, and what time it is."""
 
 import os
 import platform
+import time
 
 import torch
 
@@ -33,3 +34,21 @@ def free_memory(device):
     if not known and hasattr(os, "sysconf"):  # macOS tells the total. About half of that can usually be had
         known = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]
     return min(known, default=None)
+
+
+def read_bandwidth(device, repeat=9):
+    """In GB/s, the best of several: two vectors of 128 MB each, multiplied and added up."""
+    a, b = (torch.ones(2**25, device=device) for _ in range(2))
+    seconds = []
+    for _ in range(repeat):
+        start = now(device)
+        torch.dot(a, b)
+        seconds.append(now(device) - start)
+    return 2 * a.nbytes / min(seconds) / 1e9
+
+
+def now(device):
+    """Seconds on a clock, once the device has done what it was asked."""
+    if device.type != "cpu":  # where Python runs ahead of the kernels
+        torch.accelerator.synchronize()
+    return time.perf_counter()

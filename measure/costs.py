@@ -1,0 +1,139 @@
+"""What a round costs, measured; how often drafts would be kept; and the speed-up that follows from the two.
+
+A round that drafts k tokens takes `draft` for the k steps of the draft model, `verify` for a target pass over k + 1
+rows, and `other` for judging, rolling back and keeping the books. Plain decoding is a round with k = 0, so
+
+    speed-up = tokens a round / (round(k) / round(0))        Leviathan et al. 2023, theorem 3.8, with v(n) for its 1
+"""
+
+import random
+import statistics
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub.utils import tqdm
+
+from measure.machine import now
+from speculative import DraftModel, speculative_decode, warp
+
+
+class Timed:
+    """A model or a drafter that adds up the seconds spent in it. On a GPU each call is waited for."""
+
+    def __init__(self, inner, device):
+        self.inner, self.device, self.seconds = inner, device, 0.0
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def __call__(self, *inputs, **options):
+        return self.clocked(self.inner, *inputs, **options)
+
+    def propose(self, tokens, gamma):
+        return self.clocked(self.inner.propose, tokens, gamma)
+
+    def clocked(self, function, *inputs, **options):
+        start = now(self.device)
+        result = function(*inputs, **options)
+        self.seconds += now(self.device) - start
+        return result
+
+
+class Costs:
+    """Seconds of a round by how many tokens k it drafts: draft[k], verify[k], other[k], for k = 0, 1, 2, ..."""
+
+    def __init__(self, draft, verify, other):
+        self.draft, self.verify, self.other = draft, verify, other
+
+    def round(self, k):
+        """Seconds of a round that drafts k tokens."""
+        return self.draft[k] + self.verify[k] + self.other[k]
+
+    @property
+    def c(self):
+        """The cost ratio: a draft step in target passes over one row. The median over k."""
+        return statistics.median(seconds / k for k, seconds in enumerate(self.draft) if k) / self.verify[0]
+
+    @property
+    def v(self):
+        """The verify cost: v[k] is a target pass over k + 1 rows in passes over one."""
+        return [seconds / self.verify[0] for seconds in self.verify]
+
+
+def measure(pair, ids, most, sampling, repeat=9):
+    """The Costs of rounds that draft 0 .. most tokens behind ids: medians over `repeat` rounds of each, in turn."""
+    target, draft = pair
+    room = min(model.config.max_position_embeddings for model in pair) // (most + 1)
+    repeat = min(repeat, room - 3)
+    if repeat < 1:
+        raise ValueError(f"a context of {room * (most + 1)} tokens is too short to time rounds of {most} drafts")
+    limit = (most + 1) * (repeat + 2)
+    ids, vocab = ids[-(room * (most + 1) - limit) :], min(model.config.vocab_size for model in pair)
+    verify, going, seconds = Timed(target, target.device), [], [[] for _ in range(most + 1)]
+    for k in range(most + 1):
+        drafter = Timed(DraftModel(draft, len(ids) + limit, vocab=vocab, **sampling), draft.device)
+        going.append((drafter, speculative_decode(verify, drafter, ids, limit, k, **sampling)))
+    for turn in tqdm(range(repeat + 2), "timing rounds", disable=None, leave=False):
+        for k, (drafter, rounds) in enumerate(going):
+            drafter.seconds, verify.seconds, start = 0.0, 0.0, now(target.device)
+            next(rounds)
+            whole = now(target.device) - start
+            if turn > 1:  # the first round reads the prompt, and the second is slow: its shapes are new
+                seconds[k].append((drafter.seconds, verify.seconds, whole - drafter.seconds - verify.seconds))
+    return Costs(*([statistics.median(turn[part] for turn in times) for times in seconds] for part in range(3)))
+
+
+@torch.no_grad()
+def chances(pair, prompt, text, temperature=0.0, top_k=0, top_p=1.0, **_):
+    """How likely the target is to keep the draft's guess at each token of text, if it comes that far: [len(text)].
+
+    Greedy: 1 where the draft's likeliest token is that of the text, else 0; so the rounds of any gamma can be counted
+    without decoding. Sampled: the sum over the vocabulary of min(p, q), Leviathan et al. 2023, corollary 3.6.
+    """
+    ids, vocab, found = torch.tensor(prompt + text), min(model.config.vocab_size for model in pair), []
+    caches = [model.new_cache(len(ids)) for model in pair]
+    if len(ids) - 1 > min(cache.max_length for cache in caches) or ids.max() >= vocab:
+        return []  # the draft cannot follow
+    for model, cache in zip(pair, caches, strict=True):
+        if len(prompt) > 1:
+            model(ids[: len(prompt) - 1], cache, last=0)
+    # In pieces of 16 rows: up to there a pass in 4 bits has the bits of 16 single ones.
+    for start in range(0, len(text), 16):
+        rows = ids[len(prompt) - 1 + start : len(prompt) - 1 + start + 16]
+        rows = rows[: len(text) - start]
+        q = pair[1](rows, caches[1], len(rows))[:, :vocab]
+        if temperature == 0:
+            found += (q.argmax(-1).cpu() == torch.tensor(text[start : start + 16])).float().tolist()
+        else:
+            p = warp(pair[0](rows, caches[0], len(rows)), temperature, top_k, top_p)
+            q = F.pad(warp(q, temperature, top_k, top_p), (0, p.shape[1] - vocab))
+            found += torch.minimum(p, q.to(p)).sum(-1).tolist()
+    return found
+
+
+def rounds(chances, gamma, limit, generator):
+    """The rounds in which a text with these chances would come, without its first: a list of (drafted, tokens)."""
+    at, found = 0, []
+    while at < len(chances):
+        drafted = min(gamma, limit - at - 1)
+        kept = 0
+        while kept < min(drafted, len(chances) - at) and generator.random() < chances[at + kept]:
+            kept += 1
+        found.append((drafted, min(kept + 1, len(chances) - at)))
+        at += found[-1][1]
+    return found[1:]
+
+
+def predict(costs, texts, gamma, limit):
+    """Speed-up of speculative decoding of texts of up to `limit` tokens, each given by its `chances`."""
+    dice, many = random.Random(0), []
+    for text in texts:
+        for _ in range(1 if set(text) <= {0.0, 1.0} else 20):
+            many += rounds(text, gamma, limit, dice)
+    seconds = sum(costs.round(drafted) for drafted, _ in many)
+    return sum(tokens for _, tokens in many) * costs.round(0) / seconds if many else 1.0
+
+
+def curve(costs, texts, limit):
+    """The speed-up that `predict` gives for gamma 0, 1, 2, ..., up to the last in costs."""
+    return [predict(costs, texts, gamma, limit) for gamma in range(len(costs.draft))]
