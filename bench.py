@@ -136,8 +136,7 @@ def start(args):
     if args.command == "watch":
         return live(pair, texts[0], args)
     if args.command == "verify":
-        bits = 4 if kernel != "Linear" else 8 * pair[0].dtype.itemsize
-        rows, more, bandwidth = verify.report(pair[0], args, bits)
+        rows, more, bandwidth = verify.report(pair[0], args)
         return finish(args, [result(args, about | bandwidth, rows, names | more)])
     ids = {domain: [texts[0].prompt(prompt) for prompt in some] for domain, some in asked.items()}
     names["prompts"] = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:8]  # by which compare knows others

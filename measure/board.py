@@ -14,6 +14,12 @@ SAME = {"max_new_tokens": "lengths", "prompts": "prompts", "target": "weights", 
 SAME |= {"temperature": "sampling", "top_k": "sampling", "top_p": "sampling"}
 
 
+LEGEND = """
+tok/s, and the speed-up over plain decoding by the same engine on that machine; * is the fastest of a domain
+v(n): a pass of the target over n rows, in passes over one; ms: milliseconds of that one
+"""
+
+
 def read(file):
     """The document in a file of --json. Raises OSError, or ValueError if it is none of the showdown or of verify."""
 
@@ -46,7 +52,7 @@ def compare(files):
         for at, (name, *cells) in enumerate(lines):
             line = "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip()
             print(line if at else "\n" + line)
-    print("", *differences(documents), sep="\n")
+    print(LEGEND, *differences(documents), sep="\n")
     return documents
 
 

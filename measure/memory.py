@@ -10,7 +10,7 @@ import os
 import torch
 
 from measure.machine import free_memory
-from model import Config, Qwen2, find
+from model import Config, Linear, Qwen2, find
 from speculative import DraftModel, speculative_decode
 
 WAYS = {"4 bits, GPU": (4, "cuda"), "16 bits, GPU": (16, "cuda"), "4 bits, CPU": (4, "cpu")}
@@ -43,8 +43,10 @@ def model(c, bits, device):
     return layers, head + embedding
 
 
-def read(c, bits, device, context):
-    """Bytes that a token behind `context` others reads: the layers, the head, and the cache."""
+def read(loaded, context):
+    """Bytes that a token behind `context` others reads of a loaded model: the layers, the head, and the cache."""
+    c, device = loaded.config, loaded.device.type
+    bits = 8 * loaded.dtype.itemsize if type(loaded.layers[0].qkv) is Linear else 4
     rows = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * context
     return model(c, bits, device)[0] + matrix(c.vocab_size, c.hidden_size, bits, device) + rows * width(bits, device)
 

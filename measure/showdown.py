@@ -6,8 +6,8 @@ from collections import namedtuple
 import torch
 from huggingface_hub.utils import tqdm
 
-from measure import costs, table
-from measure.machine import now
+from measure import costs, memory, table
+from measure.machine import now, read_bandwidth
 from speculative import DraftModel, speculative_decode
 from variants.adaptive_gamma import AdaptiveDraft
 from variants.prompt_lookup import Hybrid, PromptLookup
@@ -80,20 +80,15 @@ def modes(pair, ways, known, args):
     return [Mode("plain", 0, None), *(others.get(way) or Mode("speculative", way, model) for way in ways)]
 
 
-def look_ahead(pair, asked, known, args):
-    """Decode all once, with gamma 4, which also warms up what is timed later. Returns for each domain the chances of
-    the draft at each token of its texts, as costs.chances does, and the best gamma that these name."""
-    chances, best = {}, {}
-    with tqdm(total=sum(map(len, asked.values())), desc="looking ahead", unit="text", disable=None, leave=False) as bar:
-        for domain, prompts in asked.items():
-            chances[domain] = []
-            for ids in prompts:
-                (run,) = race(pair[0], modes(pair, [4], known, args)[1:], ids, args)
-                chances[domain].append(costs.chances(pair, ids, run.ids, **options(pair[0], args)))
-                bar.update()
-            speedup = costs.curve(known, chances[domain], args.max_new_tokens)
-            best[domain] = speedup.index(max(speedup))
-    return chances, best
+def look_ahead(pair, prompts, known, args, done):
+    """The speed-up to expect of gamma 0, 1, 2, ... on these prompts. They are decoded once, with gamma 4, which also
+    warms up what is timed later. done: called after each."""
+    chances = []
+    for ids in prompts:
+        (run,) = race(pair[0], modes(pair, [4], known, args)[1:], ids, args)
+        chances.append(costs.chances(pair, ids, run.ids, **options(pair[0], args)))
+        done()
+    return costs.curve(known, chances, args.max_new_tokens)
 
 
 def showdown(pair, asked, args):
@@ -101,33 +96,33 @@ def showdown(pair, asked, args):
     ways, count, rows, notes = args.gamma or WAYS, sum(map(len, asked.values())), [], []
     middle = sorted((ids for prompts in asked.values() for ids in prompts), key=len)[count // 2]
     known = costs.measure(pair, middle, max([MOST, *(w for w in ways if w not in WAYS)]), options(pair[0], args))
-    chances, best = look_ahead(pair, asked, known, args)
-    racing = {d: modes(pair, [max(1, best[d]) if way == "best" else way for way in ways], known, args) for d in asked}
-    texts = count * (1 + len(ways))
-    seconds = texts * args.max_new_tokens * known.round(0)  # as if none were faster than plain decoding
-    repeat = args.repeat or min(3, max(1, int(ENOUGH / seconds)))
-    print(f"{texts} texts, {repeat}x each: at most {repeat * seconds / 60:.1f} minutes\n\n{table.HEADER}")
-    with tqdm(total=repeat * texts, desc="decoding", unit="text", disable=None, leave=False) as bar:
+    minutes = count * args.max_new_tokens * known.round(0) / 60  # that a mode takes, if no slower than plain decoding
+    repeat = args.repeat or min(3, max(1, int(ENOUGH / 60 / minutes / (1 + len(ways)))))
+    texts = count * (1 + repeat * (1 + len(ways)))  # once to look ahead
+    print(f"{texts} texts, up to {texts / count * minutes:.1f} minutes\n\n{table.HEADER}")
+    with tqdm(total=texts, desc="decoding", unit="text", disable=None, leave=False) as bar:
         for domain, prompts in asked.items():
-            runs = [[[] for _ in range(repeat)] for _ in racing[domain]]  # [mode][repeat][prompt]
+            foreseen = look_ahead(pair, prompts, known, args, bar.update)
+            best = max(1, foreseen.index(max(foreseen)))
+            racing = modes(pair, [best if way == "best" else way for way in ways], known, args)
+            runs = [[[] for _ in range(repeat)] for _ in racing]  # [mode][repeat][prompt]
             for repetition in range(repeat):
                 for ids in prompts:
-                    for mode, run in enumerate(race(pair[0], racing[domain], ids, args)):
-                        runs[mode][repetition].append(run)
+                    for mode, run in zip(runs, race(pair[0], racing, ids, args), strict=True):
+                        mode[repetition].append(run)
                         bar.update()
-            for mode, mine in zip(racing[domain], runs, strict=True):
+            for mode, mine in zip(racing, runs, strict=True):
                 row = summary(domain, mode, mine, runs[0], known)
                 both = zip(prompts, runs[0][0], mine[0], strict=True)
                 parted = [first_difference(pair[0], ids, a.ids, b.ids) for ids, a, b in both if args.temperature == 0]
                 row["identical"] = None if args.temperature else not any(parted)
-                if mode.name == "plain":
-                    row["predicted_by_gamma"] = costs.curve(known, chances[domain], args.max_new_tokens)
-                rows.append(row)
-                bar.write(table.line(row, parted if mode.gamma else []))
+                rows.append(row if mode.drafter else row | {"predicted_by_gamma": foreseen})
+                bar.write(table.line(row, parted if mode.drafter else []))
                 for n, (at, gap) in ((n, apart) for n, apart in enumerate(parted, 1) if apart):
                     where = f"{domain} prompt {n}, {mode.name}"
                     notes.append(f"{where}: parts at token {at}, where two logits are {gap:.1e} apart")
-    print("\n".join([table.legend(rows, known, repeat), *notes, *table.verdict(rows, known)]))
+    reach = memory.read(pair[0], len(middle)) / known.verify[0] / 1e9 / read_bandwidth(pair[0].device)
+    print("\n".join([table.legend(known, repeat), *notes, *table.verdict(rows, known, reach)]))
     return rows
 
 

@@ -28,12 +28,11 @@ WORTH = 1.1  # a speed-up that would be worth having
 LEGEND = """
 gamma      the most drafts of a round. speculative: always so many. auto: decided anew before each draft
            lookup: copied from the text so far. hybrid: lookup, and where it finds nothing the draft model
-tok/s      tokens a second. Reading the prompt is not part of it. The median of {repeat}
-speed-up   tok/s over that of the plain row: same target, prompts and lengths, 16 tokens each in turn. ± is half the
-           way from the lowest to the highest of the {repeat}
+tok/s      tokens a second. Reading the prompt is not part of it. {repeat}
+speed-up   tok/s over that of the plain row: same target, prompts and lengths, 16 tokens each in turn
 predicted  tok/round over what a round costs: v(k + 1) + k c for k drafts, and the rest, all measured beforehand. In
-           target passes over one row: c = {c:.2f} for a draft step, {v}
-           Of auto, lookup and hybrid the drafting is counted as it was
+           passes of the target over one row a draft step costs c = {c:.2f}, and a pass over more rows
+           {v}. Drafting by auto, lookup, hybrid counts as it was
 kept       the acceptance rate: drafts that the target kept. tok/round also counts the token that it adds itself.
 none       rounds of which no draft was kept
 draft/...  where the time went: drafting, the target's passes, and all else (judging, roll-back, bookkeeping)
@@ -41,19 +40,20 @@ same       texts that are those of plain decoding, token for token (greedy only)
 """
 
 
-def legend(rows, known, repeat):
-    """What the columns mean, with the numbers behind them. rows: of the table. known: the Costs."""
+def legend(known, repeat):
+    """What the columns mean, with the numbers behind them. known: the Costs."""
     v = known.v
     told = sorted({n for n in (2, 4, 5, 8, len(v)) if n <= len(v)})
     return LEGEND.format(
-        repeat="one run" if repeat == 1 else f"{repeat} runs",
+        repeat=f"Of {repeat} runs the median, ± half the range" if repeat > 1 else "One run",
         c=known.c,
         v=", ".join(f"v({n}) = {v[n - 1]:.2f}" for n in told),
     )
 
 
-def verdict(rows, known):
-    """What to learn from the rows, in words: a list of lines."""
+def verdict(rows, known, reach):
+    """What to learn from the rows, in words: a list of lines. reach: the share of the machine's bandwidth that a pass
+    of the target over one row comes to."""
     lines = ["Acceptance by position: of the drafts judged there, how many were kept"]
     domains = list(dict.fromkeys(row["domain"] for row in rows))
     for domain in domains:
@@ -75,14 +75,14 @@ def verdict(rows, known):
         order = " > ".join(f"{name(row)} {row['speedup']:.2f}x" for row in mine)
         lines.append(f"{domain:<11}{order};  gamma {gamma}: {foreseen[gamma]:.2f}x")
     losses = [row for row in rows if row["mode"] != "plain" and row["speedup"] < 1]
-    return [*lines, *([""] * bool(losses)), *(why(row, known) for row in losses)]
+    return [*lines, *([""] * bool(losses)), *(why(row, known, reach) for row in losses)]
 
 
 def name(row):
     return f"gamma {row['gamma']}" if row["mode"] == "speculative" else row["mode"]
 
 
-def why(row, known):
+def why(row, known, reach):
     """A sentence on a row that is slower than plain decoding: which of its parts is to blame, and the number for it."""
     one, rounds = known.verify[0], max(row["rounds"], 1)
     seconds = row["tokens"] / max(row["speedup"], 1e-9) * known.round(0) / rounds  # of one, in the plain row's currency
@@ -93,7 +93,11 @@ def why(row, known):
     told += f" tokens and takes the time of {seconds / known.round(0):.2f}: {draft / one:.2f} for drafts,"
     told += f" {verify / one:.2f} to verify, {other / one:.2f} for the rest."
     free, flat = gains / max(seconds - draft, 1e-9), gains / max(seconds - verify + one, 1e-9)
-    reasons = [f"the draft is too dear (were it free: {free:.2f}x)"] * (free > WORTH)
-    reasons += [f"verifying is not flat (were v = 1: {flat:.2f}x)"] * (flat > WORTH)
-    low = f"too few drafts are kept ({row['acceptance_rate']:.0%}; free drafts would give {free:.2f}x)"
-    return f"{told} {'; '.join(reasons) if reasons else low}"
+    reasons = [f"The draft is too dear (were it free: {free:.2f}x)"] * (free > WORTH)
+    reasons += [f"Verifying is not flat (were v = 1: {flat:.2f}x)"] * (flat > WORTH)
+    low = f"Too few drafts are kept ({row['acceptance_rate']:.0%}; free drafts would give {free:.2f}x)"
+    told += f" {'. '.join(reasons) if reasons else low}."
+    if reach < 0.35:
+        told += f" A pass over one row reads at {100 * reach:.0f} % of the bandwidth of this machine: starting operators"
+        told += " takes longer than reading weights (launch-bound), and a small draft has nearly as many operators."
+    return told

@@ -32,7 +32,7 @@ def measure(model, repeat, context):
     return seconds
 
 
-def report(model, args, bits):
+def report(model, args):
     """Print the table, and what follows from it. Returns its rows, and what --json adds to "pair" and "machine"."""
     context = min(CONTEXT, model.config.max_position_embeddings - MOST)
     if context < 1:
@@ -51,7 +51,7 @@ def report(model, args, bits):
         spread = f"{row['low']:.2f} - {row['high']:.2f}"
         print(f"{row['n']:>3}{row['milliseconds']:>9.2f}{row['ratio']:>7.2f}  {spread}   {bar}")
     flat = next((n - 1 for n, ratio in enumerate(v, 1) if ratio > FLAT), MOST)
-    bytes, most = memory.read(model.config, bits, model.device.type, context), read_bandwidth(model.device)
+    bytes, most = memory.read(model, context), read_bandwidth(model.device)
     here = bytes / rows[0]["milliseconds"] / 1e6
     print(f"""
 n      tokens in one pass of the target, behind {context} others

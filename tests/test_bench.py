@@ -195,7 +195,7 @@ def test_the_first_difference():
 
 
 @pytest.mark.parametrize("c, v, kept, word", [(0.9, 1.0, 0.6, "too dear"), (0.1, 3.0, 0.6, "not flat"),
-                                              (0.3, 1.0, 0.05, "too few")])  # fmt: skip
+                                              (0.3, 1.0, 0.05, "Too few")])  # fmt: skip
 def test_why_it_loses(c, v, kept, word):
     """One number is bad at a time, and the sentence must name that one."""
     known = Costs([0.0, c, 2 * c], [1.0, v, v], [0.0] * 3)
@@ -204,9 +204,10 @@ def test_why_it_loses(c, v, kept, word):
     row = {"domain": "code", "mode": "speculative", "gamma": 2, "rounds": 100, "tokens": 100 * per_round}
     row |= {"tokens_per_round": per_round, "speedup": per_round / seconds, "acceptance_rate": kept}
     row["share"] = {"draft": 2 * c / seconds, "verify": v / seconds, "other": 0.0}
-    said = table.why(row, known)
-    assert [w for w in ("too dear", "not flat", "too few") if w in said] == [word]
-    assert f"takes the time of {seconds:.2f}" in said
+    said = table.why(row, known, 0.8)
+    assert [w for w in ("too dear", "not flat", "Too few") if w in said] == [word]
+    assert f"takes the time of {seconds:.2f}" in said and "launch" not in said
+    assert "20 %" in table.why(row, known, 0.2) and "launch-bound" in table.why(row, known, 0.2)
 
 
 def test_verify(pair, tmp_path, capsys, monkeypatch):
@@ -223,7 +224,7 @@ def test_verify(pair, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(verify.memory, "read", lambda *_: 8e6)
     model = Slow(lambda seen: [0.0])
     model.config, model.device = counting().config, torch.device("cpu")
-    rows, names, about = verify.report(model, options(repeat=3), 32)
+    rows, names, about = verify.report(model, options(repeat=3))
     assert [row["n"] for row in rows] == [*range(1, 33)]
     assert [row["ratio"] for row in rows] == pytest.approx([1 + 0.1 * n for n in range(32)])
     assert [row["milliseconds"] for row in rows[:2]] == pytest.approx([1.0, 1.1])
