@@ -98,6 +98,6 @@ def why(row, known, reach):
     low = f"Too few drafts are kept ({row['acceptance_rate']:.0%}; free drafts would give {free:.2f}x)"
     told += f" {'. '.join(reasons) if reasons else low}."
     if reach < 0.35:
-        told += f" A pass over one row reads at {100 * reach:.0f} % of the bandwidth of this machine: starting operators"
+        told += f" A pass over one row reads at {100 * reach:.0f} % of this machine's bandwidth: starting operators"
         told += " takes longer than reading weights (launch-bound), and a small draft has nearly as many operators."
     return told

@@ -58,7 +58,9 @@ def save(folder, *documents):
 
 def table(folder, capsys, *documents):
     assert board.compare(save(folder, *documents)) == list(documents)
-    return capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr().out
+    assert board.LEGEND in shown
+    return shown.replace(board.LEGEND, "").splitlines()
 
 
 def test_the_table(tmp_path, capsys):
