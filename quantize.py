@@ -20,6 +20,7 @@ import shutil
 import sys
 import tempfile
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ TINY = torch.finfo(torch.float32).tiny
 STEP = torch.exp2(torch.arange(256) / -16)  # looked up, as exp2 has other last bits where it fills no vector register
 # H [32, 32] of +-1, with H = H^T and H H^T = 32. Its upper left corners are those of 16, 8, 4, 2 and 1.
 HADAMARD = functools.reduce(torch.kron, [torch.tensor([[1.0, 1.0], [1.0, -1.0]])] * 5)
+warnings.filterwarnings("ignore", "torch.quantize_per_tensor")  # deprecated, but the one way to the kernel of Int8
 
 
 class FourBit:
@@ -49,8 +51,9 @@ class FourBit:
 
     def __getitem__(self, ids):
         scale = self.steps[self.scale[ids].int()] * self.row[ids]  # [n, groups]
-        codes = torch.stack([self.codes[ids] & 15, self.codes[ids] >> 4], -1).view(*scale.shape, -1)
-        values = (codes - self.zero[ids, :, None] / 16) * scale[:, :, None]  # [n, groups, group]
+        codes = self.codes[ids].short()
+        codes = (codes | codes << 4).bitwise_and_(0x0F0F).view(torch.uint8).view(*scale.shape, -1)  # halves to bytes
+        values = (codes - self.zero[ids, :, None] / 16).mul_(scale[:, :, None])  # [n, groups, group]
         return values.view(len(scale), -1)[:, : self.columns]
 
 
@@ -82,27 +85,25 @@ def quantize_rows(weight, group):
             scale = torch.where(spread > 0, (codes * x).sum(-1, True) / spread, scale).clamp(min=TINY)
             zero = (mean_code - mean_x / scale).clamp(0, 15)
         options.append((scale, zero))
-    best = least_error(x, options)  # [1, out, groups, 1]
-    scale, zero = (torch.stack(values).gather(0, best)[0] for values in zip(*options, strict=True))
+    scale, zero = best(x, options)
     # To bytes. With the codes that it brings, a neighbour of the nearest scale may fit better.
     row, zero = scale.amax(1, True).clamp(min=2**16 * TINY), (zero * 16).round()  # [out, 1, 1], [out, groups, 1]
     nearest, steps = torch.log2(scale / row).mul(-16).round().int(), STEP.to(x.device)
     near = [(nearest + more).clamp(0, 255) for more in (0, -1, 1)]
-    best = least_error(x, [(steps[byte] * row, zero / 16) for byte in near])
-    byte = torch.stack(near).gather(0, best)[0]
-    codes = encode(x, steps[byte] * row, zero / 16).to(torch.uint8).view(len(x), -1)
-    scale, zero = (values.squeeze(-1).to(torch.uint8) for values in (byte, zero))
-    return torch.cat([codes[:, ::2] | codes[:, 1::2] << 4, scale, zero, row.view(-1, 1).view(torch.uint8)], 1)
+    scale, _, byte = best(x, [(steps[byte] * row, zero / 16, byte) for byte in near])
+    codes, byte, zero = (part.to(torch.uint8).flatten(1) for part in (encode(x, scale, zero / 16), byte, zero))
+    return torch.cat([codes[:, ::2] | codes[:, 1::2] << 4, byte, zero, row.view(-1, 1).view(torch.uint8)], 1)
 
 
 def encode(x, scale, zero):
     return (x / scale + zero).round_().clamp_(0, 15)
 
 
-def least_error(x, options):
-    """Which of the pairs of scale and zero, each [out, groups, 1], has the least squared error in each group of x."""
-    errors = [(encode(x, scale, zero) - zero).mul_(scale).sub_(x).square_().sum(-1, True) for scale, zero in options]
-    return torch.stack(errors).argmin(0, keepdim=True)
+def best(x, options):
+    """For each group of x, of (scale, zero, ...), each [out, groups, 1], those that have the least squared error."""
+    errors = [(encode(x, s, zero) - zero).mul_(s).sub_(x).square_().sum(-1, True) for s, zero, *_ in options]
+    index = torch.stack(errors).argmin(0, keepdim=True)
+    return [torch.stack(values).gather(0, index)[0] for values in zip(*options, strict=True)]
 
 
 class Reference:
@@ -127,18 +128,16 @@ class Int8:
     exact = True
 
     def __init__(self, matrix, bias=None):
-        self.bias, integers, steps, few = bias, [], [], 2**18 // matrix.columns or 1  # rows that fit in a cache
+        self.bias, (out, _), few = bias, matrix.data.shape, 2**18 // matrix.columns or 1  # rows that fit in a cache
+        integers, steps = torch.empty(out, matrix.columns, dtype=torch.int8), torch.empty(out)
         # FBGEMM without VNNI adds up pairs of products in 16 bits: 2 x 255 x 63 fits, and 2 x 255 x 127 does not.
         most = 127 if torch.cpu.get_capabilities().get("avx512_vnni") else 63
-        for start in range(0, len(matrix.data), few):
-            values = mix(matrix[start : start + few])
-            steps.append(values.abs().amax(1).clamp(min=TINY) / most)
-            integers.append(values.div_(steps[-1][:, None]).round_().to(torch.int8))
-        steps = torch.cat(steps) / math.gcd(matrix.columns, 32)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated, but in this torch the one way to this kernel
-            zeros = torch.zeros(len(steps), dtype=torch.long)
-            weight = torch._make_per_channel_quantized_tensor(torch.cat(integers), steps, zeros, 0)
+        for rows in [slice(start, start + few) for start in range(0, out, few)]:
+            values = mix(matrix[rows])
+            steps[rows] = values.abs().amax(1).clamp(min=TINY) / most
+            integers[rows] = values.div_(steps[rows, None]).round_()
+        steps, zeros = steps / math.gcd(matrix.columns, 32), torch.zeros(out, dtype=torch.long)
+        weight = torch._make_per_channel_quantized_tensor(integers, steps, zeros, 0)
         self.packed = torch.ops.quantized.linear_prepack(weight, None)
 
     def __call__(self, x):
@@ -203,31 +202,40 @@ def kernel(device, dtype, group=GROUP):
 class Weights:
     """A model.Checkpoint whose linear layers come out in 4 bits: as stored, or quantized one after the other."""
 
-    def __init__(self, checkpoint, group):
+    def __init__(self, checkpoint, group, tied):
         if group not in (32, 64, 128):
             raise ValueError(f"{checkpoint.folder}: group_size is {group} in config.json, and must be 32, 64 or 128")
         self.checkpoint, self.take, self.shapes, self.group = checkpoint, checkpoint.take, checkpoint.shapes, group
+        self.kernel, self.tied = kernel(checkpoint.device, checkpoint.dtype, group), tied
+
+    def map(self, jobs):
+        """[job() for job in jobs], several at a time: half of the work is FBGEMM's layout, which takes one thread."""
+        threads = torch.get_num_threads()
+        several = min(threads, 4)  # as each needs memory in passing
+        try:
+            with ThreadPoolExecutor(several, "", torch.set_num_threads, (threads // several,)) as pool:
+                yield from pool.map(lambda job: job(), jobs)
+        finally:
+            torch.set_num_threads(threads)  # here it was never another, but new threads get what was set last
 
     def linear(self, at, inputs, bias=False, by_rows=False, **outputs):
         """As that of the Checkpoint. by_rows: the result has the matrix itself as `weight`, for an embedding."""
         data = torch.cat([self.matrix(f"{at}{name}", size, inputs).data for name, size in outputs.items()])
         matrix = FourBit(data, inputs, self.group)
         bias = torch.cat([self.take(f"{at}{name}.bias", size) for name, size in outputs.items()]) if bias else None
-        kind = kernel(self.checkpoint.device, self.checkpoint.dtype, self.group)
+        kind = self.kernel if self.tied or not by_rows else Reference  # the embedding alone is only looked up
         if kind is Int4Pack and (len(data) % 16 or inputs % 128):
             warnings.warn(f"{at}{'+'.join(outputs)}: no kernel for {len(data)} x {inputs}: it is slow", stacklevel=2)
             kind = Reference
-        head = {"lm_head.weight", "lm_head.4bit"} & self.shapes.keys()  # then an embedding is only looked up
-        result = (Reference if by_rows and head else kind)(matrix, bias)
+        result = kind(matrix, bias)
         result.weight = matrix if by_rows else None
         return result
 
     def matrix(self, name, out, columns):
         """A FourBit: of the bytes stored as name.4bit, or made of name.weight, straight from the file."""
         stored, groups = f"{name}.4bit" in self.shapes, -(-columns // self.group)
-        width = groups * self.group // 2 + 2 * groups + 4 if stored else columns
-        name = f"{name}.4bit" if stored else f"{name}.weight"
-        data = self.take(name, out, width, mapped=True).to(self.checkpoint.device, copy=stored)
+        name, width = (f"{name}.4bit", groups * (self.group // 2 + 2) + 4) if stored else (f"{name}.weight", columns)
+        data = self.take(name, out, width, mapped=True).to(self.checkpoint.device)
         del self.shapes[name]
         matrix = FourBit(data, columns, self.group) if stored else quantize(data, self.group)
         if stored and not (data.dtype == torch.uint8 and matrix.row.isfinite().all()):
@@ -255,34 +263,28 @@ def save(model, out, group=GROUP):
             continue
         matrix = quantize(tensor, group)
         tensors[f"{stem}.4bit"] = matrix.data
-        layer = int(stem.split(".")[2]) if ".layers." in stem else -1
-        table.setdefault(layer, {})[stem.split(".")[-1].removesuffix("_proj")] = relative_error(matrix, tensor)
+        layer, kind = int(stem.split(".")[2]) if ".layers." in stem else -1, stem.split(".")[-1].removesuffix("_proj")
+        rows = torch.arange(len(tensor)).split(4096)
+        off = sum((matrix[i] - tensor[i]).square().sum() for i in rows)
+        whole = sum(tensor[i].float().square().sum() for i in rows).clamp(min=TINY)
+        table.setdefault(layer, {})[kind] = (off / whole).sqrt().item()
     with tempfile.TemporaryDirectory(dir=above, ignore_cleanup_errors=True) as work:
         part = Path(work, "part")
         part.mkdir()
-        for file in Path(folder).glob("*.json"):
+        for file in {*Path(folder).glob("*.json")} - {*Path(folder).glob("*.index.json")}:
             shutil.copyfile(file, part / file.name)
-        config = read_json(part / "config.json")
-        config["quantization_config"] = {"quant_method": "affine4", "group_size": group}  # unknown to other programs
+        how = {"quant_method": "affine4", "group_size": group}  # unknown to other programs
+        config = read_json(part / "config.json") | {"quantization_config": how}
         (part / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-        (part / "model.safetensors.index.json").unlink(missing_ok=True)
         save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
         os.replace(part, out)
     print("relative error of each matrix: the root of the sum of squares of what is off, over that of the weights")
     for layer, errors in sorted(table.items()):
         print(f"layer {layer:<3}" * (layer >= 0), *(f"{kind} {error:6.2%} " for kind, error in errors.items()))
-    after = sum(tensor.nbytes for tensor in tensors.values())
-    print(f"{out}: {after / 1e6:,.1f} MB, from {before / 1e6:,.1f} MB in {folder}")
+    print(f"{out}: {sum(t.nbytes for t in tensors.values()) / 1e6:,.1f} MB, from {before / 1e6:,.1f} MB in {folder}")
 
 
-def relative_error(matrix, weight):
-    """||W' - W|| / ||W||, Frobenius, of a FourBit W' and the matrix W that it was made of."""
-    rows = torch.arange(len(weight)).split(4096)
-    sums = sum(torch.stack([(matrix[i] - weight[i]).square().sum(), weight[i].float().square().sum()]) for i in rows)
-    return (sums[0] / sums[1].clamp(min=TINY)).sqrt().item()
-
-
-def main():
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder or Hub id, in 16 or 32 bits")
     parser.add_argument("--out", required=True, help="the folder to make")
@@ -294,7 +296,3 @@ def main():
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-if __name__ == "__main__":
-    main()

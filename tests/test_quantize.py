@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import folders
 import quantize
 from model import Qwen2
-from quantize import FourBit, Int8
+from quantize import FourBit, Int8, Weights
 from speculative import DraftModel
 from toys import decode, random, relative
 
@@ -171,6 +172,43 @@ def test_a_saved_folder_is_the_same_model(tmp_path, config):
     assert twice.returncode == 2 and "4-bit weights already" in twice.stderr
     with pytest.raises(ValueError, match="must be 4"):
         logits(out, bits=16)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield before
+    torch.set_num_threads(before)
+
+
+def test_the_number_of_threads_changes_no_bit(tmp_path, threads):
+    source, found = bfloat16(tmp_path / "m"), []
+    for number in (1, 2, 3, 9):
+        torch.set_num_threads(number)
+        model = Qwen2.load(source, bits=4, device="cpu")
+        torch.set_num_threads(threads)
+        found.append(model(torch.arange(24), model.new_cache(24), 24))
+    assert all(torch.equal(other, found[0]) for other in found)
+
+
+def test_two_parts_at_a_time_each_on_one_thread(threads):
+    def job():
+        both.wait(20)
+        return torch.get_num_threads(), threading.current_thread()
+
+    def fail():
+        raise ValueError("third")
+
+    both, after = threading.Barrier(2), []
+    torch.set_num_threads(2)
+    (one, first), (two, second) = Weights.map(None, [job, job])
+    assert one == two == 1 and first is not second
+    with pytest.raises(ValueError, match="third"):
+        list(Weights.map(None, [lambda: 1, lambda: 2, fail, lambda: 4]))
+    new = threading.Thread(target=lambda: after.append(torch.get_num_threads()))
+    new.start()
+    new.join()
+    assert after == [2] and torch.get_num_threads() == 2
 
 
 def test_another_group(tmp_path):
