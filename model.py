@@ -181,19 +181,19 @@ class Qwen2:
         return x
 
     @classmethod
-    def load(cls, path, bits=None, device=None, dtype=None):
-        """Read a folder or Hub id. bits: 32 (the default on a CPU), 16, or 4, by quantize.py, tensor after tensor.
+    def load(cls, path, bits=None, device=None, dtype=None, head_bits=4):
+        """Read a folder or Hub id. bits: 32 (the default on a CPU), 16, or 4, by quantize.py, with a head in 4 or 8.
         Raises OSError or ValueError, in one line, for files that are missing, damaged or of another model."""
         folder = find(path)
         device, c = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), Config.read(folder)
         bits = bits or (4 if c.quantization_config else 32 if device.type == "cpu" else 16)
-        if bits not in (4, 16, 32) or (c.quantization_config and bits != 4):
-            raise ValueError(f"{folder}: bits is {bits} and must be 4{'' if c.quantization_config else ', 16 or 32'}")
+        if bits not in (4, 16, 32) or (bits != 4 and (c.quantization_config or head_bits != 4)):
+            raise ValueError(f"{folder}: bits is {bits} and must be 4 with head_bits or weights in 4, else 4, 16 or 32")
         dtype = dtype or (torch.float32 if bits == 32 or (bits == 4 and device.type == "cpu") else torch.bfloat16)
         weights, tied, shape = Checkpoint(folder, device, dtype), c.tie_word_embeddings, (c.vocab_size, c.hidden_size)
         if bits == 4:
             from quantize import Weights  # here, so that this file can be imported alone
-            weights = Weights(weights, c.quantization_config.get("group_size", 32), tied)
+            weights = Weights(weights, tied, c.quantization_config, head_bits)
         if tied and "lm_head.weight" in weights.shapes:  # some have one though they are tied
             two = [weights.take(f"{n}.weight", *shape, mapped=True) for n in ("lm_head", "model.embed_tokens")]
             if not torch.equal(*two):
