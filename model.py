@@ -152,8 +152,7 @@ class Qwen2:
 
     def __call__(self, ids, cache, last):
         """Add the tokens ids [T] to the cache. Returns logits [last, vocab], float32: what follows each of the last.
-        `last` may be 0. Only these rows go through the head: all rows of a long prompt would be over a gigabyte.
-        """
+        `last` may be 0. Only these rows go through the head: all rows of a long prompt would be over a gigabyte."""
         ids = torch.as_tensor(ids, device=self.device)
         if ids.dim() != 1:
             raise NotImplementedError(f"batch size is one here: ids must be [T], not {list(ids.shape)}")
@@ -182,30 +181,31 @@ class Qwen2:
         return x
 
     @classmethod
-    def load(cls, path, bits=None, device=None, dtype=None):
-        """Read a folder or Hub id. bits: 32 (the default on a CPU), 16, or 4, by quantize.py, tensor after tensor.
-        Raises OSError or ValueError, in one line, for files that are missing, damaged or of another model.
-        """
+    def load(cls, path, bits=None, device=None, dtype=None, head_bits=4):
+        """Read a folder or Hub id. bits: 32 (the default on a CPU), 16, or 4, by quantize.py, with a head in 4 or 8.
+        Raises OSError or ValueError, in one line, for files that are missing, damaged or of another model."""
         folder = find(path)
         device, c = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), Config.read(folder)
         bits = bits or (4 if c.quantization_config else 32 if device.type == "cpu" else 16)
-        if bits not in (4, 16, 32) or (c.quantization_config and bits != 4):
-            raise ValueError(f"{folder}: bits is {bits} and must be 4{'' if c.quantization_config else ', 16 or 32'}")
+        if bits not in (4, 16, 32) or (bits != 4 and (c.quantization_config or head_bits != 4)):
+            raise ValueError(f"{folder}: bits is {bits} and must be 4 with head_bits or weights in 4, else 4, 16 or 32")
         dtype = dtype or (torch.float32 if bits == 32 or (bits == 4 and device.type == "cpu") else torch.bfloat16)
         weights, tied, shape = Checkpoint(folder, device, dtype), c.tie_word_embeddings, (c.vocab_size, c.hidden_size)
         if bits == 4:
             from quantize import Weights  # here, so that this file can be imported alone
-            weights = Weights(weights, c.quantization_config.get("group_size", 32))
+            weights = Weights(weights, tied, c.quantization_config, head_bits)
         if tied and "lm_head.weight" in weights.shapes:  # some have one though they are tied
             two = [weights.take(f"{n}.weight", *shape, mapped=True) for n in ("lm_head", "model.embed_tokens")]
             if not torch.equal(*two):
                 warnings.warn(f"{folder}: lm_head.weight is ignored: tied, but unlike the embedding", stacklevel=2)
             del weights.shapes["lm_head.weight"]
-        embed = head = weights.linear("model.", c.hidden_size, embed_tokens=c.vocab_size, by_rows=True)
-        layers = [Layer(c, weights, i) for i in tqdm(range(c.num_hidden_layers), "loading", disable=None)]
+        jobs = [lambda: weights.linear("model.", c.hidden_size, embed_tokens=c.vocab_size, by_rows=True)]
+        jobs += [lambda: weights.linear("", c.hidden_size, lm_head=c.vocab_size)] * (not tied)
+        jobs += [lambda i=i: Layer(c, weights, i) for i in range(c.num_hidden_layers)]
+        parts = weights.map(jobs) if bits == 4 else (job() for job in jobs)
+        embed, *layers = tqdm(parts, "loading", len(jobs), disable=None)
+        head = embed if tied else layers.pop(0)
         norm = weights.take("model.norm.weight", c.hidden_size)
-        if not tied:
-            head = weights.linear("", c.hidden_size, lm_head=c.vocab_size)
         if weights.shapes:
             raise ValueError(f"{folder}: {min(weights.shapes)} has no place in this model: is config.json its own?")
         return cls(c, embed, layers, norm, head)
@@ -266,8 +266,8 @@ class Checkpoint:
                 tensor = f.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise OSError(f"{file}: cannot map {os.path.getsize(file) / 1e9:.1f} GB ({error}): free memory") from None
-        usual = tensor.element_size() > 1 if tensor.is_floating_point() else mapped and tensor.dtype == torch.uint8
-        if not usual or not torch.stack(tensor.aminmax()).isfinite().all():
+        codes, wide = mapped and tensor.dtype == torch.uint8, tensor.is_floating_point() and tensor.element_size() > 1
+        if not (codes or (wide and torch.stack(tensor.aminmax()).isfinite().all())):
             raise ValueError(f"{file}: {name} contains NaN or infinity, or is no 16- or 32-bit float: {tensor.dtype}")
         return tensor if mapped else tensor.to(self.device, self.dtype, copy=True)
 

@@ -151,8 +151,6 @@ def test_q_is_what_was_drawn_from(monkeypatch):  # B21
     torch.testing.assert_close(first, torch.tensor([0.375, 0.625, 0.0]).double(), atol=1e-6, rtol=0)
 
 
-
-
 @functools.cache
 def row(seed, seen):
     """The logits behind `seen` of a Qwen2 of two layers that knows three tokens."""
@@ -272,11 +270,12 @@ def test_a_narrower_draft(monkeypatch):  # B38
 # Four bits on a CPU, where greedy text is not only equal but for near ties
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_row_has_the_same_bits_in_any_company(tmp_path, threads):
+@pytest.mark.parametrize(("threads", "head_bits"), [(1, 4), (2, 4), (2, 8), (3, 4)])
+def test_a_row_has_the_same_bits_in_any_company(tmp_path, threads, head_bits):
     """The MLP is so wide that threads share its rows, and that with 3 of them one begins in the middle of a row."""
     weights = {name: weight.bfloat16() for name, weight in folders.tensors(intermediate_size=8960).items()}
-    model = Qwen2.load(folders.write(tmp_path / "m", weights, intermediate_size=8960), bits=4, device="cpu")
+    folder = folders.write(tmp_path / "m", weights, intermediate_size=8960)
+    model = Qwen2.load(folder, bits=4, device="cpu", head_bits=head_bits)
     ids, cache, before, inside = torch.arange(96) * 37 % 256, model.new_cache(96), torch.get_num_threads(), []
     down = model.layers[1].down
     alone = None

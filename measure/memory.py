@@ -28,16 +28,18 @@ def matrix(out, columns, bits, device):
     return out * columns + out * 12  # a byte each; a sum, a step and a zero for each row
 
 
-def model(c, bits, device):
-    """Bytes of the layers, and of head and embedding, for Config c."""
+def model(c, bits, device, head_bits=4):
+    """Bytes of the layers, and of head and embedding, for Config c. head_bits: where the folder does not say."""
     hidden, inner = c.hidden_size, c.intermediate_size
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     shapes = [(q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)]
     small = (2 * hidden + (q + 2 * kv) * c.attention_bias) * width(bits, device)  # norms and biases
     layers = c.num_hidden_layers * (sum(matrix(*shape, bits, device) for shape in shapes) + small)
-    head, embedding = matrix(c.vocab_size, hidden, bits, device), 0
-    if bits == 4:  # rows are read from the codes, whether or not the head is of the same
-        embedding = c.vocab_size * (hidden // 2 + hidden // 32 * 2 + 4)
+    head_bits = c.quantization_config.get("head_bits", 4) if c.quantization_config else head_bits
+    kept = bits == 4 and head_bits == 8 and device == "cuda"  # in bfloat16, as there is no kernel for it
+    head, embedding = matrix(c.vocab_size, hidden, 16 if kept else bits, device), 0
+    if bits == 4 and not (kept and c.tie_word_embeddings):  # rows are read from codes, be they the head's or not
+        embedding = c.vocab_size * (hidden * head_bits // 8 + hidden // 32 * 2 + 4)
     elif not c.tie_word_embeddings:
         embedding = head
     return layers, head + embedding
@@ -56,11 +58,11 @@ def width(bits, device):
     return 4 if device == "cpu" and bits != 16 else 2
 
 
-def plan(configs, bits, device, context, gamma):
+def plan(configs, bits, device, context, gamma, head_bits=4):
     """{part: bytes} for configs (target, draft) and texts of up to `context` tokens."""
     parts, number, caches, passing = {}, width(bits, device), 0, 0
     for name, c in zip(("target", "draft"), configs, strict=True):
-        parts[f"{name}, layers"], parts[f"{name}, head and embedding"] = model(c, bits, device)
+        parts[f"{name}, layers"], parts[f"{name}, head and embedding"] = model(c, bits, device, head_bits)
         length = min(context, c.max_position_embeddings)
         caches += 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * length * number
         rows = min(512, length)  # of a prompt go through the layers at once; their mask is of booleans and of numbers
@@ -77,7 +79,8 @@ def plan(configs, bits, device, context, gamma):
 def report(target, draft, args, device):
     """Print the table for two folders or Hub ids. Returns its rows, for --json."""
     configs = [Config.read(find(path, files=["*config.json"])) for path in (target, draft)]
-    plans = {way: plan(configs, *WAYS[way], args.context, args.gamma) for way in WAYS}
+    head_bits = getattr(args, "head_bits", 4)
+    plans = {way: plan(configs, *WAYS[way], args.context, args.gamma, head_bits) for way in WAYS}
     rows = [{"part": part, **{way: plans[way][part] for way in WAYS}} for part in plans["4 bits, GPU"]]
     rows.append({"part": "together", **{way: sum(plans[way].values()) for way in WAYS}})
     print(f"target {target}\ndraft  {draft}\n\n{'in MB':<28}" + "".join(f"{way:>14}" for way in WAYS))
@@ -100,15 +103,16 @@ def measure(target, draft, configs, args, device):
     if args.context < args.gamma + 2:
         raise ValueError(f"--context {args.context}: with gamma {args.gamma} at least {args.gamma + 2} are needed")
     stored = all(c.quantization_config for c in configs)
-    bits, before = args.bits or (4 if stored else 32 if device == "cpu" else 16), in_use(device)
-    pair = [Qwen2.load(find(path), bits, device) for path in (target, draft)]
+    bits, head_bits = args.bits or (4 if stored else 32 if device == "cpu" else 16), getattr(args, "head_bits", 4)
+    before = in_use(device)
+    pair = [Qwen2.load(find(path), bits, device, head_bits=head_bits) for path in (target, draft)]
     weights = in_use(device) - before
     length = min([args.context, *(c.max_position_embeddings for c in configs)])
     prompt, drafter = [0] * (length - args.gamma - 1), DraftModel(pair[1], length)
     for _ in speculative_decode(pair[0], drafter, prompt, args.gamma + 1, args.gamma):
         pass
     everything = in_use(device, peak=True) - before
-    parts, rows = plan(configs, bits, device, length, args.gamma), []
+    parts, rows = plan(configs, bits, device, length, args.gamma, head_bits), []
     planned = sum(parts[part] for part in parts if "layers" in part or "head" in part)
     for what, used, told in [
         ("weights", weights, planned),

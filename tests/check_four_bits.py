@@ -142,18 +142,20 @@ def quality(args):
                     setattr(layer, name, linear)
                 model.embed = model.head
                 kl[method] = show(f"{method} ({bits} bits)", [log_probs(model, ids) for ids in asked], right, asked)
-        model.embed = model.head = Linear(kept[0][2].float(), by_rows=True)  # the most that a better head could do
-        show("ours, group 32, but the head in 16 bits", [log_probs(model, ids) for ids in asked], right, asked)
-        del model, kept
+        head = kept[0][2].float()  # in 16 bits, the most that a better one could do
+        for bits, weight in ((8, quantize.quantize(head, bits=8)[:]), (16, head)):
+            model.embed = model.head = Linear(weight, by_rows=True)
+            show(f"ours, head in {bits} bits", [log_probs(model, ids) for ids in asked], right, asked)
+        del model, kept, head, weight
         usual = quantize.kernel
-        for kind in (quantize.Int4Pack, quantize.Int8):
+        for kind, bits in ((quantize.Int4Pack, 4), (quantize.Int8, 4), (quantize.Int8, 8)):
             quantize.kernel = lambda *_, kind=kind: kind
-            four = Qwen2.load(folder, 4, "cpu")
+            four = Qwen2.load(folder, 4, "cpu", head_bits=bits)
             activations = "8-bit" if kind is quantize.Int8 else "bfloat16"
-            what = f"ours, group 32, {activations} activations"
-            kl[kind] = show(what, [log_probs(four, ids) for ids in asked], right, asked)
+            what = f"ours, {activations} activations" + ", head in 8 bits" * (bits == 8)
+            kl[kind, bits] = show(what, [log_probs(four, ids) for ids in asked], right, asked)
         quantize.kernel = usual
-        ratio = kl[quantize.Int8] / kl[quantize.Int4Pack]
+        ratio = kl[quantize.Int8, 4] / kl[quantize.Int4Pack, 4]
         print(f"  KL with 8-bit activations over that with 16-bit ones: {ratio:.2f}")
         fine &= ratio <= 1.3
     return fine

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import quantize
-from quantize import FourBit, Int4Pack, Int8, Reference, kernel, mix
+from quantize import Int4Pack, Int8, Quantized, Reference, kernel, mix
 from toys import exact_only, random, relative
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def test_int8_is_exact_where_the_weights_and_x_are_integers(monkeypatch, vnni):
     """Also at the largest sums there are, where 16 bits would not do: mixed, each channel is as large as the first."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_vnni": vnni})
     row = [7 << 4 | 15, *[7 << 4 | 7] * 15] * 32 + [0] * 32 + [112] * 32 + [*struct.pack("f", 4)]
-    matrix = FourBit(torch.tensor([row] * 16, dtype=torch.uint8), 1024)
+    matrix = Quantized(torch.tensor([row] * 16, dtype=torch.uint8), 1024)
     assert matrix[:][0].tolist() == [32, *[0] * 31] * 32
     x = torch.zeros(3, 1024)
     x[:, ::32] = 127.0

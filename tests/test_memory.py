@@ -1,5 +1,6 @@
 """What `bench.py memory` says, against arithmetic by hand and against what is allocated."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import torch
 import folders
 from measure import memory
 from model import Config, Linear, Qwen2
-from quantize import FourBit
+from quantize import Quantized
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("Qwen2.5-3B-Instruct", "Qwen2.5-0.5B-Instruct")
@@ -48,18 +49,22 @@ def test_parameters(folder, parameters):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("bits", [4, 16, 32])
-def test_what_is_planned_is_what_is_allocated(tmp_path, bits, tied):
+@pytest.mark.parametrize(("bits", "head_bits"), [(4, 4), (4, 8), (16, 4), (32, 4)])
+def test_what_is_planned_is_what_is_allocated(tmp_path, bits, head_bits, tied):
     weights = folders.tensors(vocab_size=640)
     weights |= {} if tied else {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}
     folder = folders.write(tmp_path / "m", weights, vocab_size=640, tie_word_embeddings=tied)
-    model, c = Qwen2.load(folder, bits, "cpu"), Config.read(folder)
-    layers, head = memory.model(c, bits, "cpu")
+    model, c = Qwen2.load(folder, bits, "cpu", head_bits=head_bits), Config.read(folder)
+    layers, head = memory.model(c, bits, "cpu", head_bits)
     embedding = model.embed.weight
     if bits == 4:
-        assert isinstance(embedding, FourBit)
+        assert isinstance(embedding, Quantized) and embedding.bits == head_bits
         assert head - embedding.data.nbytes == memory.matrix(640, 64, 4, "cpu") == 640 * 64 + 640 * 12
         assert memory.matrix(640, 64, 4, "cuda") == 640 * 64 // 2 + 640 * 2 * 4
+        stored = dataclasses.replace(c, quantization_config={"head_bits": head_bits})
+        assert memory.model(stored, 4, "cpu") == (layers, head)  # what the folder says is what counts
+        on_gpu, codes = memory.model(c, 4, "cuda", head_bits)[1], embedding.data.nbytes
+        assert on_gpu == (640 * (64 // 2 + 2 * 4) + codes if head_bits == 4 else 640 * 64 * 2 + codes * (not tied))
     else:
         distinct = {part.data_ptr(): part.nbytes for part in (embedding, model.head.weight)}
         assert sum(distinct.values()) == head
