@@ -55,6 +55,7 @@ def parse(argv):
     parser.add_argument("--target", help=f"the large model, or a pair: {', '.join(PAIRS)}. Default: one that is here")
     parser.add_argument("--draft", help="the small model: folder or Hub id")
     parser.add_argument("--bits", type=int, choices=[4, 16, 32], help="Default: 32; 16 on a GPU; what a folder has")
+    parser.add_argument("--head-bits", type=int, choices=[4, 8], default=4, help="with --bits 4. Default: 4")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     parser.add_argument("--gamma", type=gammas, metavar="N|auto", help="tokens a round may draft, or how that and the "
                         "drafts are found; or several, as 1,2,4,auto. Default: best,auto,lookup,hybrid")  # fmt: skip
@@ -123,7 +124,7 @@ def start(args):
         others = engines.transformers_modes(*folders, device, args.bits or (32 if device == "cpu" else 16))
     elif args.engine == "server":
         others = engines.server_modes(args.url.split(","))
-    pair = [Qwen2.load(folder, args.bits, device) for folder in folders[: 1 if alone else 2]]
+    pair = [Qwen2.load(folder, args.bits, device, head_bits=args.head_bits) for folder in folders[: 1 if alone else 2]]
     kernel, dtype = type(pair[0].layers[0].qkv).__name__, str(pair[0].dtype).removeprefix("torch.")
     about, names["dtype"] = describe(pair[0].device), dtype if kernel == "Linear" else f"4 bits ({kernel})"
     how = f"temperature {args.temperature:g}" if args.temperature else "greedy"

@@ -48,9 +48,9 @@ def model(c, bits, device, head_bits=4):
 def read(loaded, context):
     """Bytes that a token behind `context` others reads of a loaded model: the layers, the head, and the cache."""
     c, device = loaded.config, loaded.device.type
-    bits = 8 * loaded.dtype.itemsize if type(loaded.layers[0].qkv) is Linear else 4
+    bits, of_head = (8 * loaded.dtype.itemsize if type(x) is Linear else 4 for x in (loaded.layers[0].qkv, loaded.head))
     rows = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * context
-    return model(c, bits, device)[0] + matrix(c.vocab_size, c.hidden_size, bits, device) + rows * width(bits, device)
+    return model(c, bits, device)[0] + matrix(c.vocab_size, c.hidden_size, of_head, device) + rows * width(bits, device)
 
 
 def width(bits, device):
@@ -79,8 +79,7 @@ def plan(configs, bits, device, context, gamma, head_bits=4):
 def report(target, draft, args, device):
     """Print the table for two folders or Hub ids. Returns its rows, for --json."""
     configs = [Config.read(find(path, files=["*config.json"])) for path in (target, draft)]
-    head_bits = getattr(args, "head_bits", 4)
-    plans = {way: plan(configs, *WAYS[way], args.context, args.gamma, head_bits) for way in WAYS}
+    plans = {way: plan(configs, *WAYS[way], args.context, args.gamma, args.head_bits) for way in WAYS}
     rows = [{"part": part, **{way: plans[way][part] for way in WAYS}} for part in plans["4 bits, GPU"]]
     rows.append({"part": "together", **{way: sum(plans[way].values()) for way in WAYS}})
     print(f"target {target}\ndraft  {draft}\n\n{'in MB':<28}" + "".join(f"{way:>14}" for way in WAYS))
@@ -103,7 +102,7 @@ def measure(target, draft, configs, args, device):
     if args.context < args.gamma + 2:
         raise ValueError(f"--context {args.context}: with gamma {args.gamma} at least {args.gamma + 2} are needed")
     stored = all(c.quantization_config for c in configs)
-    bits, head_bits = args.bits or (4 if stored else 32 if device == "cpu" else 16), getattr(args, "head_bits", 4)
+    bits, head_bits = args.bits or (4 if stored else 32 if device == "cpu" else 16), args.head_bits
     before = in_use(device)
     pair = [Qwen2.load(find(path), bits, device, head_bits=head_bits) for path in (target, draft)]
     weights = in_use(device) - before
