@@ -86,7 +86,7 @@ def test_measured_beside_planned(tmp_path):
 
 def test_nothing_fits(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(memory, "free_memory", lambda device: 1_000_000)
-    arguments = type("Arguments", (), {"context": 4096, "gamma": 4, "measure": False, "bits": None})
+    arguments = type("Arguments", (), {"context": 4096, "gamma": 4, "head_bits": 4, "measure": False, "bits": None})
     memory.report(*FOLDERS, arguments, "cpu")
     assert "Take a shorter --context" in capsys.readouterr().out
     monkeypatch.setattr(memory, "free_memory", lambda device: None)
