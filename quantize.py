@@ -156,7 +156,7 @@ def mix(x):
 
 
 class Int4Pack:
-    """torch's own 4-bit matmul, in bfloat16: CUDA from compute capability 8.0 on, and CPUs."""
+    """torch's own 4-bit matmul, in bfloat16: CUDA from compute capability 8.0 on, and CPUs. Not for an 8-bit head."""
 
     def __init__(self, matrix, bias=None):
         self.bias, self.group, self.exact = bias, matrix.group, not matrix.data.is_cuda
@@ -224,7 +224,7 @@ class Weights:
         bias = torch.cat([self.take(f"{at}{name}.bias", size) for name, size in outputs.items()]) if bias else None
         kind = self.kernel if self.tied or not by_rows else Reference  # the embedding alone is only looked up
         if kind is Int4Pack and (bits == 8 or len(data) % 16 or inputs % 128):
-            from model import Linear
+            from model import Linear  # dequantized once: slower than 4 bits, and of 2 or 4 bytes a weight
             dtype, what = self.checkpoint.dtype, f"{len(data)} x {inputs} in {bits} bits"
             warnings.warn(f"{at}{'+'.join(outputs)}: no kernel for {what}: it is kept in {dtype}", stacklevel=2)
             return Linear(torch.cat([matrix[rows].to(dtype) for rows in Reference(matrix).rows]), bias, by_rows)
