@@ -116,7 +116,7 @@ def showdown(pair, asked, args):
                 both = zip(prompts, runs[0][0], mine[0], strict=True)
                 parted = [first_difference(pair[0], ids, a.ids, b.ids) for ids, a, b in both if args.temperature == 0]
                 row["identical"] = None if args.temperature else not any(parted)
-                rows.append(row if mode.drafter else row | {"predicted_by_gamma": foreseen})
+                rows.append(row if mode.drafter else row | {"predicted_by_gamma": foreseen, "costs": vars(known)})
                 bar.write(table.line(row, parted if mode.drafter else []))
                 for n, (at, gap) in ((n, apart) for n, apart in enumerate(parted, 1) if apart):
                     where = f"{domain} prompt {n}, {mode.name}"

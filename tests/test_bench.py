@@ -51,6 +51,7 @@ def test_the_table_and_its_json(pair, tmp_path, capsys):
     plain, speculative = rows[:2]
     assert plain["speedup"] == plain["predicted_speedup"] == plain["tokens_per_round"] == 1.0 and plain["drafted"] == 0
     assert len(plain["predicted_by_gamma"]) == showdown.MOST + 1 and plain["predicted_by_gamma"][0] == 1.0
+    assert all(len(plain["costs"][part]) == showdown.MOST + 1 for part in ("draft", "verify", "other"))
     assert speculative["gamma"] == 3 and all(row["identical"] is True for row in rows)
     assert speculative["acceptance_rate"] == speculative["accepted"] / speculative["drafted"]
     assert sum(speculative["kept"]) == speculative["accepted"] and len(speculative["judged"]) == 3
