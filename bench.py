@@ -65,7 +65,7 @@ def parse(argv):
     parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0)
     parser.add_argument("--domain", default="all", choices=["code", "factual", "creative", "edit", "all"])
     parser.add_argument("--max-new-tokens", type=number(int, 2, many), default=64, help="of each text. Default: 64")
-    parser.add_argument("--repeat", type=number(int, 1, 99), help="Default: what fits in half a minute")
+    parser.add_argument("--repeat", type=number(int, 1, 99), help="Default: what fits in 45 seconds")
     parser.add_argument("--context", type=number(int, 8, many), default=4096, help="memory: of a text. Default: 4096")
     parser.add_argument("--measure", action="store_true", help="memory: load the pair, and compare")
     parser.add_argument("--engine", default="ours", choices=["ours", "transformers", "server"])

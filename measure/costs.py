@@ -60,27 +60,30 @@ class Costs:
         return [seconds / self.verify[0] for seconds in self.verify]
 
 
-def measure(pair, ids, most, sampling, repeat=9):
-    """The Costs of rounds that draft 0 .. most tokens behind ids: medians over `repeat` rounds of each, in turn."""
+def measure(pair, ids, most, sampling, turns=5):
+    """The Costs of rounds that draft 0 .. most tokens behind ids, as medians. Each k has its turn of three rounds."""
     target, draft = pair
-    room = min(model.config.max_position_embeddings for model in pair) // (most + 1)
-    repeat = min(repeat, room - 3)
-    if repeat < 1:
+    room = min(model.config.max_position_embeddings for model in pair) // (most + 1)  # rounds that fit
+    turns = min(turns, (room - 1) // 3)
+    if turns < 1:
         raise ValueError(f"a context of {room * (most + 1)} tokens is too short to time rounds of {most} drafts")
-    limit = (most + 1) * (repeat + 2)
+    limit = 3 * turns * (most + 1)
     ids, vocab = ids[-(room * (most + 1) - limit) :], min(model.config.vocab_size for model in pair)
     verify, going, seconds = Timed(target, target.device), [], [[] for _ in range(most + 1)]
     for k in range(most + 1):
         drafter = Timed(DraftModel(draft, len(ids) + limit, vocab=vocab, **sampling), draft.device)
         going.append((drafter, speculative_decode(verify, drafter, ids, limit, k, **sampling)))
-    for turn in tqdm(range(repeat + 2), "timing rounds", disable=None, leave=False):
+    for turn in tqdm(range(turns), "timing rounds", disable=None, leave=False):
         for k, (drafter, rounds) in enumerate(going):
-            drafter.seconds, verify.seconds, start = 0.0, 0.0, now(target.device)
-            next(rounds)
-            whole = now(target.device) - start
-            if turn > 1:  # the first round reads the prompt, and the second is slow: its shapes are new
-                seconds[k].append((drafter.seconds, verify.seconds, whole - drafter.seconds - verify.seconds))
-    return Costs(*([statistics.median(turn[part] for turn in times) for times in seconds] for part in range(3)))
+            for number in range(3):
+                drafter.seconds, verify.seconds, start = 0.0, 0.0, now(target.device)
+                next(rounds)
+                whole = now(target.device) - start
+                # The very first round reads the prompt, and the next is slow, as its shapes are new. The first of any
+                # turn finds in the caches of the CPU what another k needed.
+                if number > (turn == 0):
+                    seconds[k].append((drafter.seconds, verify.seconds, whole - drafter.seconds - verify.seconds))
+    return Costs(*([statistics.median(times[part] for times in of_k) for of_k in seconds] for part in range(3)))
 
 
 @torch.no_grad()

@@ -155,7 +155,7 @@ def test_what_is_timed(monkeypatch):  # B65: a clock that moves with the work. P
     plain, both = decode(model, model, 0, 11, [3] * 50), decode(model, model, 4, 15, [3] * 50)
     assert (len(plain.rounds), plain.seconds, plain.verify.seconds, plain.draft.seconds) == (10, 10.0, 10.0, 0.0)
     assert (len(both.rounds), both.seconds, both.verify.seconds, both.draft.seconds) == (2, 10.0, 2.0, 8.0)
-    known = costs.measure((model, model), [3] * 50, 3, {}, repeat=4)
+    known = costs.measure((model, model), [3] * 50, 3, {}, turns=2)
     assert known.draft == [0.0, 1.0, 2.0, 3.0] and known.verify == [1.0] * 4 and known.other == [0.0] * 4
 
 
