@@ -64,7 +64,8 @@ def speeds(runs):
     most = {domain: max(row["tokens_per_second"] for _, row in rows if row["domain"] == domain) for domain in domains}
     lines = {}
     for name, row in rows:
-        name += f" {row['mode']}" + (f" {row['gamma']}" if row.get("gamma") and row["mode"] != "auto" else "")
+        numbered = row["mode"] == "speculative" and row.get("way") != "best"  # that is another one for each domain
+        name += f" {row['mode']}" + (f" {row['gamma']}" if numbered else " best" * (row.get("way") == "best"))
         speed, gain = row["tokens_per_second"], "" if row.get("speedup") is None else f"{row['speedup']:.2f}x"
         cell = f"{speed:.2f}{'*' if speed == most[row['domain']] else ' '}{gain:>7}"
         lines.setdefault(name, {})[row["domain"]] = cell

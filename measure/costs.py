@@ -9,6 +9,7 @@ rows, and `other` for judging, rolling back and keeping the books. Plain decodin
 import random
 import statistics
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from huggingface_hub.utils import tqdm
@@ -60,21 +61,22 @@ class Costs:
         return [seconds / self.verify[0] for seconds in self.verify]
 
 
-def measure(pair, ids, most, sampling, turns=5):
-    """The Costs of rounds that draft 0 .. most tokens behind ids, as medians. Each k has its turn of three rounds."""
-    target, draft = pair
+def measure(pair, ids, gammas, sampling, turns=5):
+    """The Costs of rounds that draft 0, 1, 2, ... tokens behind ids, as medians. Those of `gammas`, which begin with 0
+    and grow, are timed, three rounds of each in turn; between them lies a straight line."""
+    (target, draft), most = pair, gammas[-1]
     room = min(model.config.max_position_embeddings for model in pair) // (most + 1)  # rounds that fit
     turns = min(turns, (room - 1) // 3)
     if turns < 1:
         raise ValueError(f"a context of {room * (most + 1)} tokens is too short to time rounds of {most} drafts")
     limit = 3 * turns * (most + 1)
     ids, vocab = ids[-(room * (most + 1) - limit) :], min(model.config.vocab_size for model in pair)
-    verify, going, seconds = Timed(target, target.device), [], [[] for _ in range(most + 1)]
-    for k in range(most + 1):
+    verify, going, seconds = Timed(target, target.device), {}, {k: [] for k in gammas}
+    for k in gammas:
         drafter = Timed(DraftModel(draft, len(ids) + limit, vocab=vocab, **sampling), draft.device)
-        going.append((drafter, speculative_decode(verify, drafter, ids, limit, k, **sampling)))
+        going[k] = drafter, speculative_decode(verify, drafter, ids, limit, k, **sampling)
     for turn in tqdm(range(turns), "timing rounds", disable=None, leave=False):
-        for k, (drafter, rounds) in enumerate(going):
+        for k, (drafter, rounds) in going.items():
             for number in range(3):
                 drafter.seconds, verify.seconds, start = 0.0, 0.0, now(target.device)
                 next(rounds)
@@ -83,35 +85,36 @@ def measure(pair, ids, most, sampling, turns=5):
                 # turn finds in the caches of the CPU what another k needed.
                 if number > (turn == 0):
                     seconds[k].append((drafter.seconds, verify.seconds, whole - drafter.seconds - verify.seconds))
-    return Costs(*([statistics.median(times[part] for times in of_k) for of_k in seconds] for part in range(3)))
+    medians = [[statistics.median(times[part] for times in seconds[k]) for k in gammas] for part in range(3)]
+    return Costs(*(np.interp(range(most + 1), gammas, part).tolist() for part in medians))
 
 
-@torch.no_grad()
 def chances(pair, prompt, text, temperature=0.0, top_k=0, top_p=1.0, **_):
     """How likely the target is to keep the draft's guess at each token of text, if it comes that far: [len(text)].
 
     Greedy: 1 where the draft's likeliest token is that of the text, else 0; so the rounds of any gamma can be counted
     without decoding. Sampled: the sum over the vocabulary of min(p, q), Leviathan et al. 2023, corollary 3.6.
     """
-    ids, vocab, found = torch.tensor(prompt + text), min(model.config.vocab_size for model in pair), []
+    ids, vocab, found = prompt + text, min(model.config.vocab_size for model in pair), []
     caches = [model.new_cache(len(ids)) for model in pair]
-    if len(ids) - 1 > min(cache.max_length for cache in caches) or ids.max() >= vocab:
-        return []  # the draft cannot follow
-    for model, cache in zip(pair, caches, strict=True):
-        if len(prompt) > 1:
-            model(ids[: len(prompt) - 1], cache, last=0)
+    # The draft guesses as far as its context goes, and until the text has an id that it lacks.
+    follows = next((i for i, id in enumerate(ids) if id >= vocab), len(ids))
+    end = min(follows, caches[1].max_length) + 1
+    tokens, start = torch.tensor(ids), len(prompt) - 1
+    for model, cache in list(zip(pair, caches, strict=True))[temperature == 0 :]:  # greedy, the target is not asked
+        if 0 < start < end:
+            model(tokens[:start], cache, last=0)
     # In pieces of 16 rows: up to there a pass in 4 bits has the bits of 16 single ones.
-    for start in range(0, len(text), 16):
-        rows = ids[len(prompt) - 1 + start : len(prompt) - 1 + start + 16]
-        rows = rows[: len(text) - start]
+    for at in range(start, min(end, len(ids)) - 1, 16):
+        rows = tokens[at : min(at + 16, end - 1, len(ids) - 1)]
         q = pair[1](rows, caches[1], len(rows))[:, :vocab]
         if temperature == 0:
-            found += (q.argmax(-1).cpu() == torch.tensor(text[start : start + 16])).float().tolist()
+            found += (q.argmax(-1).cpu() == tokens[at + 1 : at + 1 + len(rows)]).float().tolist()
         else:
             p = warp(pair[0](rows, caches[0], len(rows)), temperature, top_k, top_p)
             q = F.pad(warp(q, temperature, top_k, top_p), (0, p.shape[1] - vocab))
             found += torch.minimum(p, q.to(p)).sum(-1).tolist()
-    return found
+    return found + [0.0] * (len(text) - len(found))
 
 
 def rounds(chances, gamma, limit, generator):

@@ -11,6 +11,7 @@ import torch
 
 from measure.machine import free_memory
 from model import Config, Linear, Qwen2, find
+from quantize import Int8
 from speculative import DraftModel, speculative_decode
 
 WAYS = {"4 bits, GPU": (4, "cuda"), "16 bits, GPU": (16, "cuda"), "4 bits, CPU": (4, "cpu")}
@@ -47,10 +48,12 @@ def model(c, bits, device, head_bits=4):
 
 def read(loaded, context):
     """Bytes that a token behind `context` others reads of a loaded model: the layers, the head, and the cache."""
-    c, device = loaded.config, loaded.device.type
-    bits, of_head = (8 * loaded.dtype.itemsize if type(x) is Linear else 4 for x in (loaded.layers[0].qkv, loaded.head))
-    rows = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * context
-    return model(c, bits, device)[0] + matrix(c.vocab_size, c.hidden_size, of_head, device) + rows * width(bits, device)
+    c, sizes = loaded.config, []
+    for layer in (loaded.layers[0].qkv, loaded.head):
+        bits = 8 * loaded.dtype.itemsize if type(layer) is Linear else 4
+        sizes.append((bits, "cpu" if type(layer) is Int8 else "cuda"))  # the other kernels read codes, two a byte
+    rows = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * context * loaded.dtype.itemsize
+    return model(c, *sizes[0])[0] + matrix(c.vocab_size, c.hidden_size, *sizes[1]) + rows
 
 
 def width(bits, device):
@@ -76,10 +79,10 @@ def plan(configs, bits, device, context, gamma, head_bits=4):
     return parts
 
 
-def report(target, draft, args, device):
+def report(target, draft, gamma, args, device):
     """Print the table for two folders or Hub ids. Returns its rows, for --json."""
     configs = [Config.read(find(path, files=["*config.json"])) for path in (target, draft)]
-    plans = {way: plan(configs, *WAYS[way], args.context, args.gamma, args.head_bits) for way in WAYS}
+    plans = {way: plan(configs, *WAYS[way], args.context, gamma, args.head_bits) for way in WAYS}
     rows = [{"part": part, **{way: plans[way][part] for way in WAYS}} for part in plans["4 bits, GPU"]]
     rows.append({"part": "together", **{way: sum(plans[way].values()) for way in WAYS}})
     print(f"target {target}\ndraft  {draft}\n\n{'in MB':<28}" + "".join(f"{way:>14}" for way in WAYS))
@@ -94,24 +97,24 @@ def report(target, draft, args, device):
             print(f"    {way}: " + (f"fits, {spare:.1f} GB to spare" if spare > 0 else f"{-spare:.1f} GB short"))
         if max(left.values()) <= 0:
             print("    Take a shorter --context, or smaller models")
-    return rows + (measure(target, draft, configs, args, device) if args.measure else [])
+    return rows + (measure(target, draft, configs, gamma, args, device) if args.measure else [])
 
 
-def measure(target, draft, configs, args, device):
+def measure(target, draft, configs, gamma, args, device):
     """Load the pair, decode up to --context tokens, and print what came to be used beside the plan. Returns rows."""
-    if args.context < args.gamma + 2:
-        raise ValueError(f"--context {args.context}: with gamma {args.gamma} at least {args.gamma + 2} are needed")
+    if args.context < gamma + 2:
+        raise ValueError(f"--context {args.context}: with gamma {gamma} at least {gamma + 2} are needed")
     stored = all(c.quantization_config for c in configs)
     bits, head_bits = args.bits or (4 if stored else 32 if device == "cpu" else 16), args.head_bits
     before = in_use(device)
     pair = [Qwen2.load(find(path), bits, device, head_bits=head_bits) for path in (target, draft)]
     weights = in_use(device) - before
     length = min([args.context, *(c.max_position_embeddings for c in configs)])
-    prompt, drafter = [0] * (length - args.gamma - 1), DraftModel(pair[1], length)
-    for _ in speculative_decode(pair[0], drafter, prompt, args.gamma + 1, args.gamma):
+    prompt, drafter = [0] * (length - gamma - 1), DraftModel(pair[1], length)
+    for _ in speculative_decode(pair[0], drafter, prompt, gamma + 1, gamma):
         pass
     everything = in_use(device, peak=True) - before
-    parts, rows = plan(configs, bits, device, length, args.gamma, head_bits), []
+    parts, rows = plan(configs, bits, device, length, gamma, head_bits), []
     planned = sum(parts[part] for part in parts if "layers" in part or "head" in part)
     for what, used, told in [
         ("weights", weights, planned),

@@ -14,14 +14,15 @@ LEGEND = """
 mode       {who}
 tok/s      tokens a second behind the first round, so without reading the prompt. The median of {repeat}
 speed-up   over the first row of the same engine, text after text in turn
-kept       drafts that the target kept, where the engine tells; tok/round also counts the token that it adds itself
+accept     accepted / drafted, where the engine tells; tok/round also counts the token that it adds itself
 same       texts that are those of our plain decoding, token for token, or for a server letter for letter. Weights that
            are rounded otherwise, as those of a GGUF file can be, may write another text
 """
 
 
 def peers(target, text, engine, writers, asked, args):
-    """Measure {mode: write}, as labs/engines.py has them, on the prompts {domain: [ids]}. Prints, and returns rows."""
+    """Measure {mode: write}, as labs/engines.py has them, on the prompts {domain: [ids]}. Prints the table. Returns
+    its rows, and what --json adds to "pair" and "machine"."""
     eos, repeat, rows = target.config.eos, args.repeat or 1, []
     ours = showdown.Mode("plain", 0, None)
     for write in writers.values():  # the first time is slower than all others
@@ -41,23 +42,22 @@ def peers(target, text, engine, writers, asked, args):
                     bar.update()
             plain, base = written.pop("ours"), written[next(iter(writers))]
             tokens = sum(len(round.tokens) for run in plain[0] for round in run.rounds)
-            speeds = [showdown.speed(runs) for runs in plain]
+            speeds = [showdown.speed([runs]) for runs in plain]
             rows.append(row(domain, "ours", "plain", tokens, speeds, speeds, None, None))
-            bar.write(table.line(rows[-1], []))
+            bar.write(table.line(rows[-1]))
             for mode, runs in written.items():
                 drafts = [[getattr(one, name) for one in runs[0]] for name in ("drafted", "accepted")]
                 drafted, accepted = (None if None in some else sum(some) for some in drafts)
                 tokens, speeds, usual = (sum(one.tokens for one in runs[0]), *map(rates, (runs, base)))
                 mode = f"hf {mode}" if engine == "transformers" else mode
                 rows.append(row(domain, engine, mode, tokens, speeds, usual, drafted, accepted))
-                parted = []
+                same = 0
                 for run, one in zip(plain[0], runs[0], strict=True):
-                    same = one.ids == run.ids if one.ids else one.text == text.decode(run.ids)
-                    parted.append(None if same else "somewhere")
-                rows[-1]["identical"] = not any(parted)
-                bar.write(table.line(rows[-1], parted))
+                    same += one.ids == run.ids if one.ids else one.text == text.decode(run.ids)
+                rows[-1] |= {"same": same, "texts": len(prompts), "identical": same == len(prompts)}
+                bar.write(table.line(rows[-1]))
     print(LEGEND.format(repeat="one run" if repeat == 1 else f"{repeat} runs", who=WHO[engine]))
-    return rows
+    return rows, {"repeat": repeat}, {}
 
 
 def rates(runs):

@@ -172,7 +172,7 @@ def bars(panel, documents):
     shown = axes(panel, f"{title} of each mode", "", unit, *(label for _, label in documents if ":" in label))
     domains = list(dict.fromkeys(row["domain"] for row in all_rows))
     others = dict.fromkeys(row["mode"] for row in all_rows if row["mode"] != "plain")
-    modes = {"plain": ("0.55", "", "")} | dict(zip(others, STYLES, strict=False))
+    modes = {"plain": ("0.55", "", "")} | dict(zip(others, STYLES * 9, strict=False))
     series = list(dict.fromkeys((at, row["mode"]) for at, (rows, _) in enumerate(documents) for row in rows))
     step = len(series) + 1  # bars from one domain to the next
     longest = len(f"{max(row[value] for row in all_rows):.{digits}f}")

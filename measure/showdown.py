@@ -14,8 +14,8 @@ from variants.prompt_lookup import Hybrid, PromptLookup
 
 WAYS = ["best", "auto", "lookup", "hybrid"]  # beside plain decoding, if --gamma does not say otherwise
 MOST = 10  # drafts a round, where --gamma gives no number: a copied text is kept for longer than a guessed one
-CHUNK = 16  # tokens that one mode decodes before the next has its turn
-ENOUGH = 45  # seconds: without --repeat all is decoded as often as fits in here, once to three times
+CHUNK = 32  # tokens that one mode decodes before the next has its turn
+ENOUGH = 70  # seconds: without --repeat all is decoded as often as fits in here, once to three times
 
 # gamma: the most that a round may draft. drafter: makes one for (ids of a prompt, sampling options), None for none.
 Mode = namedtuple("Mode", "name gamma drafter")
@@ -53,12 +53,15 @@ def options(target, args):
 
 
 def race(target, modes, ids, args):
-    """Decode one prompt in each mode. They take turns, 16 tokens at a time, so that whatever else the machine does
+    """Decode one prompt in each mode. They take turns, 32 tokens at a time, so that whatever else the machine does
     meanwhile is met by all. Returns a Run for each."""
     runs = [Run(target, mode, ids, args) for mode in modes]
     for length in range(CHUNK, args.max_new_tokens + CHUNK, CHUNK):
         for run in runs:
             run.go_on(length)
+    for run in runs:  # what has been counted stays, the caches go
+        run.coming.close()
+        run.draft.inner = None
     return runs
 
 
@@ -66,18 +69,18 @@ def modes(pair, ways, known, args):
     """The Mode of plain decoding, and those of `ways`: numbers, and "auto", "lookup", "hybrid". known: Costs."""
     draft, vocab = pair[1], min(model.config.vocab_size for model in pair)
 
-    def model(ids, sampling):
+    def of_model(ids, sampling):
         return DraftModel(draft, len(ids) + args.max_new_tokens, vocab=vocab, **sampling)
 
     def auto(ids, sampling):
         return AdaptiveDraft(draft, len(ids) + args.max_new_tokens, known.c, known.v, vocab=vocab, **sampling)
 
     others = {
-        "auto": Mode("auto", len(known.v) - 1, auto),
+        "auto": Mode("auto", MOST, auto),
         "lookup": Mode("lookup", MOST, lambda *_: PromptLookup()),
-        "hybrid": Mode("hybrid", MOST, lambda *how: Hybrid(PromptLookup(), model(*how))),
+        "hybrid": Mode("hybrid", MOST, lambda *how: Hybrid(PromptLookup(), of_model(*how))),
     }
-    return [Mode("plain", 0, None), *(others.get(way) or Mode("speculative", way, model) for way in ways)]
+    return [Mode("plain", 0, None), *(others.get(way) or Mode("speculative", way, of_model) for way in ways)]
 
 
 def look_ahead(pair, prompts, known, args, done):
@@ -91,50 +94,79 @@ def look_ahead(pair, prompts, known, args, done):
     return costs.curve(known, chances, args.max_new_tokens)
 
 
+def plan(target, prompts, ways, gammas, args):
+    """Print how long all will take, from a few passes. Returns how often to repeat it."""
+    cache, seconds = target.new_cache(8), []
+    for _ in range(4):
+        start = now(target.device)
+        target(torch.zeros(1, dtype=torch.long), cache, last=1)
+        seconds.append(now(target.device) - start)
+    minutes = statistics.median(seconds[1:]) / 60  # of a pass
+    # As if no mode were faster than plain decoding, a pass read 8 tokens of a prompt, and a draft step were half a one.
+    once = minutes * (len(prompts) * args.max_new_tokens + sum(map(len, prompts)) / 8)  # for each mode
+    repeat = args.repeat or min(3, max(1, int(ENOUGH / 60 / once / (1 + len(ways)))))
+    minutes = minutes * 15 * sum(1.5 + 0.6 * k for k in gammas) + once + once * repeat * (1 + len(ways))
+    print(f"{len(prompts)} prompts in {1 + len(ways)} modes, {repeat}x: {minutes:.1f} minutes at most")
+    return repeat
+
+
 def showdown(pair, asked, args):
-    """Measure the ways of args.gamma on the prompts {domain: [ids]}. Prints the table as it comes, returns its rows."""
-    ways, count, rows, notes = args.gamma or WAYS, sum(map(len, asked.values())), [], []
-    middle = sorted((ids for prompts in asked.values() for ids in prompts), key=len)[count // 2]
-    known = costs.measure(pair, middle, max([MOST, *(w for w in ways if w not in WAYS)]), options(pair[0], args))
-    minutes = count * args.max_new_tokens * known.round(0) / 60  # that a mode takes, if no slower than plain decoding
-    repeat = args.repeat or min(3, max(1, int(ENOUGH / 60 / minutes / (1 + len(ways)))))
-    texts = count * (1 + repeat * (1 + len(ways)))  # once to look ahead
-    print(f"{texts} texts, up to {texts / count * minutes:.1f} minutes\n\n{table.HEADER}")
+    """Measure the ways of args.gamma on the prompts {domain: [ids]}, and print the table as it comes. Returns its rows,
+    and what --json adds to "pair" and "machine"."""
+    ways, prompts, rows, notes = args.gamma or WAYS, sorted((ids for a in asked.values() for ids in a), key=len), [], []
+    gammas = [*range(MOST + 1), *sorted({way for way in ways if way not in WAYS and way > MOST})]
+    repeat = plan(pair[0], prompts, ways, gammas, args)
+    known = costs.measure(pair, prompts[len(prompts) // 2], gammas, options(pair[0], args))
+    print(f"\n{table.HEADER}")
+    texts = len(prompts) * (1 + repeat * (1 + len(ways)))
     with tqdm(total=texts, desc="decoding", unit="text", disable=None, leave=False) as bar:
-        for domain, prompts in asked.items():
-            foreseen = look_ahead(pair, prompts, known, args, bar.update)
+        for domain, some in asked.items():
+            foreseen = look_ahead(pair, some, known, args, bar.update)
             best = max(1, foreseen.index(max(foreseen)))
             racing = modes(pair, [best if way == "best" else way for way in ways], known, args)
             runs = [[[] for _ in range(repeat)] for _ in racing]  # [mode][repeat][prompt]
             for repetition in range(repeat):
-                for ids in prompts:
-                    for mode, run in zip(runs, race(pair[0], racing, ids, args), strict=True):
-                        mode[repetition].append(run)
+                for ids in some:
+                    for of_mode, run in zip(runs, race(pair[0], racing, ids, args), strict=True):
+                        of_mode[repetition].append(run)
                         bar.update()
-            for mode, mine in zip(racing, runs, strict=True):
-                row = summary(domain, mode, mine, runs[0], known)
-                both = zip(prompts, runs[0][0], mine[0], strict=True)
-                parted = [first_difference(pair[0], ids, a.ids, b.ids) for ids, a, b in both if args.temperature == 0]
-                row["identical"] = None if args.temperature else not any(parted)
+            for way, mode, mine in zip(["plain", *ways], racing, runs, strict=True):
+                row = {"domain": domain, "way": way} | summary(mode, mine, runs[0], known, foreseen)
+                if args.temperature == 0:
+                    row |= compare(pair[0], some, mine, runs[0])
+                    apart = (
+                        f"{domain}, {mode.name}, prompt {{}}: parts at token {{}}, where two logits are {{:.1e}} apart"
+                    )
+                    notes += [apart.format(*where) for where in row["parted"]]
                 rows.append(row if mode.drafter else row | {"predicted_by_gamma": foreseen, "costs": vars(known)})
-                bar.write(table.line(row, parted if mode.drafter else []))
-                for n, (at, gap) in ((n, apart) for n, apart in enumerate(parted, 1) if apart):
-                    where = f"{domain} prompt {n}, {mode.name}"
-                    notes.append(f"{where}: parts at token {at}, where two logits are {gap:.1e} apart")
-    reach = memory.read(pair[0], len(middle)) / known.verify[0] / 1e9 / read_bandwidth(pair[0].device)
+                bar.write(table.line(row))
+    most = read_bandwidth(pair[0].device)
+    reach = memory.read(pair[0], len(prompts[len(prompts) // 2])) / known.verify[0] / 1e9 / most
     print("\n".join([table.legend(known, repeat), *notes, *table.verdict(rows, known, reach)]))
-    return rows
+    return rows, {"repeat": repeat}, {"bandwidth": most}
 
 
 def speed(runs):
-    """Tokens a second: all tokens by all seconds, so that a long text weighs more than a short one. 0 if all texts
-    ended in their first round: there was nothing to time."""
-    tokens = sum(len(round.tokens) for run in runs for round in run.rounds)
-    return tokens / sum(run.seconds for run in runs) if tokens else 0.0
+    """Tokens a second of runs [repeat][prompt]: all tokens by all seconds, so that a long text weighs more, with the
+    median of the repetitions for each prompt. 0 if all ended in their first round: there was nothing to time."""
+    tokens = sum(len(round.tokens) for run in runs[0] for round in run.rounds)
+    seconds = sum(statistics.median(run.seconds for run in of_prompt) for of_prompt in zip(*runs, strict=True))
+    return tokens / seconds if tokens else 0.0
 
 
-def summary(domain, mode, runs, plain, known):
-    """One row of the table and of the JSON file. runs, plain: [repeat][prompt], each a Run. known: Costs."""
+def compare(target, prompts, runs, plain):
+    """Of greedy texts [repeat][prompt]: how many are those of plain decoding, and where the others part from it."""
+    parted = []
+    for mine, usual in zip(runs, plain, strict=True):
+        for number, (ids, a, b) in enumerate(zip(prompts, usual, mine, strict=True), 1):
+            if (apart := first_difference(target, ids, a.ids, b.ids)) is not None:
+                parted.append((number, *apart))
+    texts = len(runs) * len(prompts)
+    return {"texts": texts, "same": texts - len(parted), "parted": parted, "identical": not parted}
+
+
+def summary(mode, runs, plain, known, foreseen):
+    """What a row tells of a mode. runs, plain: [repeat][prompt], each a Run. known: Costs. foreseen: by gamma."""
     rounds = [round for run in runs[0] for round in run.rounds]
     tokens, drafting = sum(len(round.tokens) for round in rounds), [round for round in rounds if round.drafted]
     drafted, accepted = (sum(getattr(round, name) for round in rounds) for name in ("drafted", "accepted"))
@@ -142,16 +174,15 @@ def summary(domain, mode, runs, plain, known):
     # Drafts behind a refused one are never judged; nor are those behind an end of text that was kept.
     kept = [sum(round.accepted > i for round in rounds) for i in range(longest)]
     refused = [sum(r.accepted == i < r.drafted and len(r.tokens) > i for r in rounds) for i in range(longest)]
-    speeds, usual = [speed(repetition) for repetition in runs], [speed(repetition) for repetition in plain]
-    ratios = sorted(a / b if b else 0.0 for a, b in zip(speeds, usual, strict=True))
+    ratios = [speed([mine]) / (speed([usual]) or 1.0) for mine, usual in zip(runs, plain, strict=True)]
     if mode.name in ("plain", "speculative"):
-        expected = sum(known.round(round.drafted) for round in rounds)
-    else:  # what such a drafter takes cannot be foreseen: here it is as measured, in plain rounds of the same minutes
+        predicted = foreseen[mode.gamma]
+    else:  # how such a drafter will draft cannot be foreseen: its rounds and its seconds are taken from the run
         expected = sum(known.verify[round.drafted] + known.other[round.drafted] for round in rounds)
-        expected += sum(run.draft.seconds for run in runs[0]) * usual[0] * known.round(0)
+        expected += sum(run.draft.seconds for run in runs[0]) * speed(plain[:1]) * known.round(0)
+        predicted = tokens * known.round(0) / expected if rounds else 1.0
     a = accepted / max(accepted + sum(refused), 1)
     return {
-        "domain": domain,
         "mode": mode.name,
         "gamma": mode.gamma,
         "tokens": tokens,
@@ -161,16 +192,17 @@ def summary(domain, mode, runs, plain, known):
         "acceptance_rate": accepted / max(drafted, 1),
         "tokens_per_round": tokens / max(len(rounds), 1),
         "tokens_per_round_theory": sum(a**i for i in range(mode.gamma + 1)),  # = (1 - a^(gamma + 1)) / (1 - a)
-        "tokens_per_second": statistics.median(speeds),
-        "speedup": statistics.median(ratios),
-        "speedup_low": ratios[0],
-        "speedup_high": ratios[-1],
-        "predicted_speedup": tokens * known.round(0) / expected if rounds else 1.0,
+        "tokens_per_second": speed(runs),
+        "speedup": speed(runs) / (speed(plain) or 1.0),
+        "speedup_low": min(ratios),
+        "speedup_high": max(ratios),
+        "predicted_speedup": predicted,
         "cost_ratio": known.c,
         "judged": [a + b for a, b in zip(kept, refused, strict=True)],
         "kept": kept,
         "nothing_accepted": sum(round.accepted == 0 for round in drafting) / max(len(drafting), 1),
         "share": share([run for repetition in runs for run in repetition]) if rounds else None,
+        "identical": None,  # sampled texts are not compared
     }
 
 

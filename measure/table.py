@@ -1,80 +1,80 @@
 """The showdown in words: a line for each row, what its columns mean, and where speculation loses and why."""
 
-HEADER = (
-    "domain     mode        gamma   tok/s  speed-up     predicted  kept  tok/round  none  draft/verify/other   same"
-)
+HEADER = "domain    mode        gamma   tok/s   speed-up      predicted  accept  tok/round  none  where time went  same"
+LEGEND = """
+gamma      the most drafts of a round. speculative: always so many; without --gamma that which is predicted to be best,
+           at least 1. auto: decided anew before each draft. lookup: copied from the text so far. hybrid: lookup, and
+           where it finds nothing up to 4 of the draft model
+tok/s      tokens a second. Reading the prompt is not part of it. {repeat}
+speed-up   tok/s over that of the plain row: same target, prompts and lengths, 32 tokens each in turn
+predicted  tokens a round over what a round costs. How many: one pass of the draft over texts that were decoded before
+           tells what any gamma would have had accepted. What it costs: v(k + 1) + k c + the rest, timed before, in
+           passes of the target over one row: a draft step c = {c:.2f}, {v}
+           Of auto, lookup and hybrid it takes the drafts, and the time to find them, from the run itself
+accept     the acceptance rate: accepted / drafted. tok/round also counts the token that the target adds itself
+none       of the rounds that drafted, those of which nothing was accepted
+where      drafting / passes of the target / all else (judging, roll-back, bookkeeping), in percent
+same       texts that are those of plain decoding, token for token (greedy only)
+"""
+WORTH = 1.1  # a speed-up that would be worth having
+NOISE = 0.97  # a speed-up above this is no loss
 
 
-def line(row, parted):
-    """A row as a line of the table. parted: for each greedy text, None where it is that of plain decoding. A row of
-    another engine leaves blank what that does not tell."""
+def line(row):
+    """A row as a line of the table. What it does not tell is blank: another engine's may be short of much."""
 
     def cell(name, form, width):
         value = row.get(name)
         return f"{'' if value is None or row['mode'] == 'plain' else form.format(value):>{width}}"
 
     spread = (row["speedup_high"] - row["speedup_low"]) / 2 / max(row["speedup"], 1e-9)
-    cells = f"{row['domain']:<11}{row['mode']:<11}{'' if row['gamma'] is None else row['gamma']:>6}"
-    cells += f"{row['tokens_per_second']:>8.2f}{row['speedup']:>9.2f}x {f'±{spread:.0%}' if spread else '':<5}"
-    cells += cell("predicted_speedup", "{:.2f}x", 8) + cell("acceptance_rate", "{:.0%}", 6)
-    cells += cell("tokens_per_round", "{:.2f}", 11) + cell("nothing_accepted", "{:.0%}", 6) + "  "
+    cells = f"{row['domain']:<10}{row['mode']:<12}{'' if row['gamma'] is None else row['gamma']:>5}"
+    if row["tokens"]:
+        cells += f"{row['tokens_per_second']:>8.2f}{row['speedup']:>10.2f}x {f'±{spread:.0%}' if spread else '':<5}"
+    else:  # all texts ended in their first round
+        cells += f"{'-':>8}{'-':>10}{'':<7}"
+    cells += cell("predicted_speedup", "{:.2f}x", 8) + cell("acceptance_rate", "{:.0%}", 8)
+    cells += cell("tokens_per_round", "{:.2f}", 11) + cell("nothing_accepted", "{:.0%}", 6)
     share = row.get("share") if row["mode"] != "plain" else None
-    cells += " / ".join(f"{part:>4.0%}" for part in share.values()) if share else " " * 18
-    cells += f"{parted.count(None):>5} of {len(parted)}" if parted else ""
-    return cells.rstrip()
-
-
-WORTH = 1.1  # a speed-up that would be worth having
-LEGEND = """
-gamma      the most drafts of a round. speculative: always so many. auto: decided anew before each draft
-           lookup: copied from the text so far. hybrid: lookup, and where it finds nothing the draft model
-tok/s      tokens a second. Reading the prompt is not part of it. {repeat}
-speed-up   tok/s over that of the plain row: same target, prompts and lengths, 16 tokens each in turn
-predicted  tok/round over what a round costs: v(k + 1) + k c for k drafts, and the rest, all measured beforehand. In
-           passes of the target over one row a draft step costs c = {c:.2f}, and a pass over more rows
-           {v}. Drafting by auto, lookup, hybrid counts as it was
-kept       the acceptance rate: drafts that the target kept. tok/round also counts the token that it adds itself.
-none       rounds of which no draft was kept
-draft/...  where the time went: drafting, the target's passes, and all else (judging, roll-back, bookkeeping)
-same       texts that are those of plain decoding, token for token (greedy only)
-"""
+    cells += " " * 5 + "/".join(f"{100 * part:3.0f}" for part in share.values()) if share else " " * 16
+    return (
+        cells + (f"{row['same']:>5} of {row['texts']}" if "same" in row and row["mode"] != "plain" else "")
+    ).rstrip()
 
 
 def legend(known, repeat):
     """What the columns mean, with the numbers behind them. known: the Costs."""
-    v = known.v
-    told = sorted({n for n in (2, 4, 5, 8, len(v)) if n <= len(v)})
+    told = [n for n in (2, 4, 8, len(known.v)) if n <= len(known.v)]
     return LEGEND.format(
         repeat=f"Of {repeat} runs the median, ± half the range" if repeat > 1 else "One run",
         c=known.c,
-        v=", ".join(f"v({n}) = {v[n - 1]:.2f}" for n in told),
+        v=", ".join(f"v({n}) = {known.v[n - 1]:.2f}" for n in told),
     )
 
 
 def verdict(rows, known, reach):
     """What to learn from the rows, in words: a list of lines. reach: the share of the machine's bandwidth that a pass
     of the target over one row comes to."""
-    lines = ["Acceptance by position: of the drafts judged there, how many were kept"]
+    lines = [
+        "Acceptance by position: of the drafts judged there, the share accepted. Behind it tokens a round, and what",
+        "they would be if all positions were alike: (1 - a^(gamma + 1)) / (1 - a), Leviathan et al. 2023, eq. 1",
+    ]
     domains = list(dict.fromkeys(row["domain"] for row in rows))
     for domain in domains:
         mine = [row for row in rows if row["domain"] == domain]
         longest = max(mine, key=lambda row: (row["mode"] == "speculative", len(row["judged"])))
         cells = " ".join(f"{k / j:>4.0%}" for k, j in zip(longest["kept"], longest["judged"], strict=True) if j)
-        if longest["mode"] == "speculative":
-            per_round = longest["tokens_per_round_theory"]
-            cells += f"   (were all alike: {per_round:.2f} tok/round, and it is {longest['tokens_per_round']:.2f})"
-        lines.append(f"{domain:<11}{cells}")
-    lines += [
-        "",
-        "The fastest first; and behind it the gamma that costs and acceptance name as the best, and its speed-up",
-    ]
+        alike = longest["tokens_per_round_theory"]
+        alike = f"   {longest['tokens_per_round']:.2f}, {alike:.2f}" if longest["mode"] == "speculative" else ""
+        lines.append(f"{domain:<10}{name(longest):<9}{cells}{alike}")
+    lines += ["", "The fastest first. Behind it the gamma that is predicted to be best, 0 for none, and its speed-up"]
     for domain in domains:
         mine = sorted((r for r in rows if r["domain"] == domain), key=lambda r: -r["tokens_per_second"])
         foreseen = next(row["predicted_by_gamma"] for row in mine if row["mode"] == "plain")
         gamma = foreseen.index(max(foreseen))
         order = " > ".join(f"{name(row)} {row['speedup']:.2f}x" for row in mine)
-        lines.append(f"{domain:<11}{order};  gamma {gamma}: {foreseen[gamma]:.2f}x")
-    losses = [row for row in rows if row["mode"] != "plain" and row["speedup"] < 1]
+        lines.append(f"{domain:<10}{order};  gamma {gamma}: {foreseen[gamma]:.2f}x")
+    losses = [row for row in rows if row["mode"] != "plain" and row["rounds"] and row["speedup"] < NOISE]
     return [*lines, *([""] * bool(losses)), *(why(row, known, reach) for row in losses)]
 
 
@@ -84,20 +84,19 @@ def name(row):
 
 def why(row, known, reach):
     """A sentence on a row that is slower than plain decoding: which of its parts is to blame, and the number for it."""
-    one, rounds = known.verify[0], max(row["rounds"], 1)
-    seconds = row["tokens"] / max(row["speedup"], 1e-9) * known.round(0) / rounds  # of one, in the plain row's currency
-    share = row["share"] or {"draft": 0.0, "verify": 1.0, "other": 0.0}
-    draft, verify, other = (share[part] * seconds for part in ("draft", "verify", "other"))
-    gains = row["tokens_per_round"] * known.round(0)
-    told = f"{row['domain']}, {name(row)}: loses ({row['speedup']:.2f}x). A round brings {row['tokens_per_round']:.2f}"
-    told += f" tokens and takes the time of {seconds / known.round(0):.2f}: {draft / one:.2f} for drafts,"
-    told += f" {verify / one:.2f} to verify, {other / one:.2f} for the rest."
-    free, flat = gains / max(seconds - draft, 1e-9), gains / max(seconds - verify + one, 1e-9)
+    tokens, whole = row["tokens_per_round"], row["tokens_per_round"] / row["speedup"]  # in plain rounds, as all here
+    draft, verify, other = (row["share"][part] * whole for part in ("draft", "verify", "other"))
+    told = (
+        f"{row['domain']}, {name(row)}: loses ({row['speedup']:.2f}x). A round brings {tokens:.2f} tokens and takes the"
+    )
+    told += f" time of {whole:.2f}: {draft:.2f} for drafts, {verify:.2f} to verify, {other:.2f} for the rest."
+    free = tokens / (whole - draft)
+    flat = tokens / (whole - verify + known.verify[0] / known.round(0))
     reasons = [f"The draft is too dear (were it free: {free:.2f}x)"] * (free > WORTH)
     reasons += [f"Verifying is not flat (were v = 1: {flat:.2f}x)"] * (flat > WORTH)
-    low = f"Too few drafts are kept ({row['acceptance_rate']:.0%}; free drafts would give {free:.2f}x)"
+    low = f"Too few drafts are accepted ({row['acceptance_rate']:.0%}; free ones would give {free:.2f}x)"
     told += f" {'. '.join(reasons) if reasons else low}."
-    if reach < 0.35:
+    if reach < 0.35 and known.v[min(7, len(known.v) - 1)] < 2.5:  # neither reading nor arithmetic takes the time
         told += f" A pass over one row reads at {100 * reach:.0f} % of this machine's bandwidth: starting operators"
         told += " takes longer than reading weights (launch-bound), and a small draft has nearly as many operators."
     return told

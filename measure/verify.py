@@ -15,6 +15,7 @@ from measure.machine import now, read_bandwidth
 MOST = 32  # rows
 CONTEXT = 128  # tokens that lie before them
 FLAT = 1.25  # up to this many passes over one row, a pass is called flat
+STEEP = 2.5  # from this v(8) on it is not reading that costs
 WIDTH = 40  # characters of the longest bar
 
 
@@ -61,16 +62,18 @@ v(n)   over the pass of one token in the same turn, the median; and the middle h
 A token reads {bytes / 1e6:,.0f} MB of weights and cache in {rows[0]["milliseconds"]:.1f} ms: {here:.1f} GB/s.
 Nothing but reading memory reaches {most:.1f} GB/s here.""")
     print(sentence(v, flat, here / most))
-    return rows, {"bytes": bytes}, {"bandwidth": most}
+    return rows, {"bytes": bytes, "context": context, "repeat": len(seconds[0])}, {"bandwidth": most}
 
 
 def sentence(v, flat, share):
     """What follows, in words. share: of the bandwidth of this machine that one token reaches."""
     told = f"Verifying 4 tokens costs {v[3]:.2f} times as much as generating one, 8 cost {v[7]:.2f}"
-    if share > 1.2:
-        why = "the weights lie in a cache nearer than memory, so it is arithmetic and operators that take the time"
-    elif share > 0.5:
-        why = "most of the time goes into reading the weights, and they are read once for all of them"
+    if v[7] > STEEP:
+        why = "each row is arithmetic of its own, and that takes more time than reading the weights once for all"
+    elif share > 1.2:
+        why = "the weights lie in a cache nearer than memory, and what a row adds is arithmetic"
+    elif share > 0.35:
+        why = "much of the time goes into reading the weights, and they are read once for all of them"
     else:
         why = "but not for reading: operators take longer to start than the weights to arrive (launch-bound)"
     return f"{told}: {why}.\nIt is flat, below {FLAT}, up to {flat}{'' if flat < MOST else ' and maybe beyond'}."

@@ -86,22 +86,21 @@ def rates(seen):
     return drafts + speed
 
 
-def watch(pair, text, args, drafter=None):
-    """Decode args.prompt, the text appearing as it comes; then plainly again, up to 17 tokens of it, to compare.
+def watch(pair, text, prompt, gamma, args, drafter=None):
+    """Decode the prompt, the text appearing as it comes; then plainly again, up to 17 tokens of it, to compare.
 
-    pair: target, draft. text: the target's Text. args: prompt, gamma, temperature, top_k, top_p, seed, max_new_tokens.
-    drafter: makes a drafter for (ids, limit), the prompt and the most new tokens, with the same temperature, top_k and
-    top_p, and another seed. Default: the draft model. gamma "auto" asks it for up to 64 tokens a round.
+    pair: target, draft. text: the target's Text. args: temperature, top_k, top_p, seed, max_new_tokens. drafter: one
+    for this prompt and so many tokens. Default: the draft model. gamma "auto" asks it for up to 64 tokens a round.
     Ctrl-C prints the summary so far and raises KeyboardInterrupt. ValueError for a prompt that is empty or too long.
     """
-    ids, limit, (target, draft) = text.prompt(args.prompt), args.max_new_tokens, pair
+    ids, limit, (target, draft) = text.prompt(prompt), args.max_new_tokens, pair
     if len(ids) >= (context := target.config.max_position_embeddings):
         raise ValueError(f"the prompt has {len(ids)} tokens and the context only {context}: shorten it")
     sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     sampling["generator"] = torch.Generator(target.device).manual_seed(args.seed)
     vocab = min(target.config.vocab_size, draft.config.vocab_size)
-    drafter = drafter(ids, limit) if drafter else DraftModel(draft, len(ids) + limit, vocab=vocab, **sampling)
-    most, how = 64 if args.gamma == "auto" else args.gamma, sampling | {"eos": target.config.eos}
+    drafter = drafter or DraftModel(draft, len(ids) + limit, vocab=vocab, **sampling)
+    most, how = 64 if gamma == "auto" else gamma, sampling | {"eos": target.config.eos}
     screen, stream, fast, plain = Screen(), Stream(text), Counter(), Counter()
     try:
         if screen.coloured:

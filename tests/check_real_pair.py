@@ -17,13 +17,13 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from bench import decode, first_difference
+from measure.showdown import first_difference, modes, race
 from model import Qwen2
 from pairs import prompts as known
 from text import Text
 
 NEW_TOKENS, GAMMAS, TOLERANCE = 64, (1, 3, 7), 1e-3
-GREEDY = argparse.Namespace(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+GREEDY = argparse.Namespace(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_new_tokens=NEW_TOKENS)
 
 
 def logits(target, peer, prompts):
@@ -44,10 +44,9 @@ def greedy(target, draft, peer, prompts):
     print(f"  {'prompt':<12}{'tokens':>8}" + "".join(f"{name:>14}" for name in names) + "   acceptance")
     fine, every, notes = True, [], []
     for name, ids in prompts:
-        plain = decode((target, draft), ids, 0, GREEDY, NEW_TOKENS)
+        plain, *runs = race(target, modes((target, draft), GAMMAS, None, GREEDY), ids, GREEDY)
         # The published generation config asks for a repetition penalty, which plain greedy decoding does not have.
         theirs = peer.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, repetition_penalty=1.0)
-        runs = [decode((target, draft), ids, gamma, GREEDY, NEW_TOKENS) for gamma in GAMMAS]
         cells = []
         for other in [theirs[0, len(ids) :].tolist()] + [run.ids for run in runs]:
             apart = first_difference(target, ids, plain.ids, other)
@@ -57,7 +56,7 @@ def greedy(target, draft, peer, prompts):
             cells.append("same" if not apart else "near tie" if near else "DIFFERS")
             fine &= near
         every += cells
-        rates = " ".join(f"{run.accepted / max(run.drafted, 1):.2f}" for run in runs)
+        rates = " ".join(f"{share(run):.2f}" for run in runs)
         print(f"  {name:<12}{len(plain.ids):>8}" + "".join(f"{cell:>14}" for cell in cells) + f"   {rates}", flush=True)
     notes += [f"  {every.count(kind)} of {len(every)} {kind}" for kind in ("same", "near tie", "DIFFERS")]
     print("\n".join(notes))
@@ -66,12 +65,15 @@ def greedy(target, draft, peer, prompts):
 
 def itself(target, prompts):
     """The target as its own draft: every draft of every round must be kept."""
-    drafted = accepted = 0
-    for _, ids in prompts[::4]:
-        run = decode((target, target), ids, 4, GREEDY, NEW_TOKENS)
-        drafted, accepted = drafted + run.drafted, accepted + run.accepted
-    print(f"  {accepted} of {drafted} drafts kept")
-    return accepted == drafted > 0
+    runs = [race(target, modes((target, target), [4], None, GREEDY)[1:], ids, GREEDY)[0] for _, ids in prompts[::4]]
+    rates = [share(run) for run in runs]
+    print(f"  of the drafts are kept: {', '.join(f'{rate:.0%}' for rate in rates)}")
+    return set(rates) == {1.0}
+
+
+def share(run):
+    """Of its drafts, those that were kept."""
+    return sum(round.accepted for round in run.rounds) / max(sum(round.drafted for round in run.rounds), 1)
 
 
 def speed(target, peer, prompts, repeat=15):

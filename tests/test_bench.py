@@ -1,7 +1,9 @@
 """bench.py: what it counts, what it times, what it foresees, and what it prints, on models of a few kilobytes."""
 
+import importlib
 import itertools
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -46,8 +48,10 @@ def test_the_table_and_its_json(pair, tmp_path, capsys):
     bench.main([*pair, *arguments, "--gamma", "3,best,auto,lookup,hybrid"])
     shown, rows = capsys.readouterr().out, json.loads(file.read_text())["rows"]
     assert [row["mode"] for row in rows] == ["plain", "speculative", "speculative", "auto", "lookup", "hybrid"]
-    for word in ("code", "tok/s", "3 of 3", "±", "Acceptance by position", *(row["mode"] for row in rows)):
-        assert word in shown
+    for row in rows:  # a line for each, with what the file has
+        (line,) = [line for line in shown.splitlines() if line == table.line(row)]
+        assert f"{row['tokens_per_second']:.2f}" in line and f"{row['speedup']:.2f}x" in line
+    assert shown.count("6 of 6") == 5 and "Acceptance by position" in shown
     plain, speculative = rows[:2]
     assert plain["speedup"] == plain["predicted_speedup"] == plain["tokens_per_round"] == 1.0 and plain["drafted"] == 0
     assert len(plain["predicted_by_gamma"]) == showdown.MOST + 1 and plain["predicted_by_gamma"][0] == 1.0
@@ -87,18 +91,31 @@ def test_prediction(gamma, c, a, expected):  # B63: texts whose drafts are all k
 
 def test_the_rounds_foreseen_are_those_that_come():
     """Greedy: from the plain text and one pass of the draft over it, the rounds of any gamma, one by one."""
-    target, draft = (Toy(lambda seen, k=k: one_hot((sum(seen) * k + len(seen)) % 5 % 3, 3)) for k in (1, 3))
-    for model in (target, draft):
-        model.config = SimpleNamespace(vocab_size=3, eos=[], max_position_embeddings=1000)
-    plain = [id for round in speculative_decode(target, None, [1, 2], 60, 0) for id in round.tokens]
-    for text, eos in ((plain, []), (plain[:35], [])):
+
+    def model(k):  # says 3, which ends a text, behind 36 tokens, and in the first text nobody listens
+        result = Toy(lambda seen: one_hot(3 if len(seen) == 36 else (sum(seen) * k + len(seen)) % 5 % 3, 4))
+        result.config = SimpleNamespace(vocab_size=4, max_position_embeddings=1000)
+        return result
+
+    target, draft = model(1), model(3)
+    for eos, length in ((), 60), ((3,), 35):
+        text = [id for round in speculative_decode(target, None, [1, 2], 60, 0, eos=eos) for id in round.tokens]
         chances = costs.chances((target, draft), [1, 2], text)
-        assert 0 < sum(chances) < len(text)
+        assert len(text) == len(chances) == length and 0 < sum(chances) < length
         for gamma in range(7):
-            limit = len(text)
-            come = [*speculative_decode(target, DraftModel(draft, 200), [1, 2], limit, gamma, eos=eos)]
-            foreseen = costs.rounds(chances, gamma, limit, costs.random.Random(0))
-            assert foreseen == [(round.drafted, len(round.tokens)) for round in come[1:]]
+            come = [*speculative_decode(target, DraftModel(draft, 200), [1, 2], 60, gamma, eos=eos)][1:]
+            foreseen = costs.rounds(chances, gamma, 60, costs.random.Random(0))
+            assert foreseen == [(round.drafted, len(round.tokens)) for round in come]
+
+
+def test_chances_end_where_the_draft_cannot_follow():
+    target, draft = (Toy(lambda seen: [0.0, 1.0, 0.0, 0.0], context=context) for context in (1000, 20))
+    target.config, draft.config = SimpleNamespace(vocab_size=4), SimpleNamespace(vocab_size=3)
+    assert (
+        costs.chances((target, draft), [1, 1], [1] * 40) == [1.0] * 19 + [0.0] * 21
+    )  # what follows 20 tokens it knows
+    assert costs.chances((target, draft), [1, 1], [1, 1, 3, 1, 1]) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert costs.chances((target, draft), [3, 1], [1, 1]) == [0.0, 0.0]
 
 
 def test_chances_when_sampling():
@@ -111,12 +128,13 @@ def test_chances_when_sampling():
     assert costs.chances(pair, [0], [1], temperature=1.0, top_k=1) == [0.0]
 
 
-def row_of(rounds, gamma=4):
+def row_of(rounds, gamma=4, mode="speculative"):
     """The row that showdown.summary makes of these rounds, of a second together, at 0.1 for a draft step and v = 1."""
     one = SimpleNamespace(seconds=0.5)
     run = SimpleNamespace(rounds=rounds, seconds=1.0, draft=one, verify=one)
     known = Costs([0.1 * k for k in range(gamma + 1)], [1.0] * (gamma + 1), [0.0] * (gamma + 1))
-    return showdown.summary("code", Mode("speculative", gamma, None), [[run]], [[run]], known)
+    row = showdown.summary(Mode(mode, gamma, None), [[run]], [[run]], known, [1.0, 1.1, 1.2, 1.3, 1.4])
+    return row | {"domain": "code", "same": 1, "texts": 1}
 
 
 def test_what_is_counted():  # B68: rounds (4, 4), (4, 0), (2, 1)
@@ -127,7 +145,10 @@ def test_what_is_counted():  # B68: rounds (4, 4), (4, 0), (2, 1)
     assert row["nothing_accepted"] == pytest.approx(1 / 3)
     a = 5 / 7  # 7 drafts were judged
     assert row["tokens_per_round_theory"] == pytest.approx((1 - a**5) / (1 - a))
-    assert row["predicted_speedup"] == pytest.approx(8 / (3 + 0.1 * 10))
+    assert row["predicted_speedup"] == 1.4  # what was foreseen of gamma 4
+    # Of a mode that drafts as it likes: 3 passes, and its own half second of drafting, where a plain round took 1 / 8.
+    row = row_of([Round([1] * 5, 4, 4), Round([1], 4, 0), Round([1] * 2, 2, 1)], mode="auto")
+    assert row["predicted_speedup"] == pytest.approx(8 / (3 + 0.5 * 8))
 
 
 def test_drafts_behind_an_end_of_text_were_not_judged():
@@ -138,7 +159,9 @@ def test_drafts_behind_an_end_of_text_were_not_judged():
 def test_a_text_that_ends_at_once():
     row = row_of([])
     assert row["tokens_per_second"] == row["speedup"] == 0.0 and row["share"] is None
-    assert table.line(row, [None]).endswith("1 of 1")
+    assert table.line(row).endswith("1 of 1") and "0.00x" not in table.line(row)
+    known, plain = Costs([0.0] * 5, [1.0] * 5, [0.0] * 5), row | {"mode": "plain", "predicted_by_gamma": [1.0]}
+    assert not any("loses" in line for line in table.verdict([plain, row], known, 1.0))
 
 
 def test_what_is_timed(monkeypatch):  # B65: a clock that moves with the work. Prefill is slow and must not count
@@ -155,12 +178,13 @@ def test_what_is_timed(monkeypatch):  # B65: a clock that moves with the work. P
     plain, both = decode(model, model, 0, 11, [3] * 50), decode(model, model, 4, 15, [3] * 50)
     assert (len(plain.rounds), plain.seconds, plain.verify.seconds, plain.draft.seconds) == (10, 10.0, 10.0, 0.0)
     assert (len(both.rounds), both.seconds, both.verify.seconds, both.draft.seconds) == (2, 10.0, 2.0, 8.0)
-    known = costs.measure((model, model), [3] * 50, 3, {}, turns=2)
-    assert known.draft == [0.0, 1.0, 2.0, 3.0] and known.verify == [1.0] * 4 and known.other == [0.0] * 4
+    known = costs.measure((model, model), [3] * 50, [0, 1, 2, 4], {}, turns=2)
+    assert known.draft == [0.0, 1.0, 2.0, 3.0, 4.0]  # that of 3 lies on a line
+    assert known.verify == [1.0] * 5 and known.other == [0.0] * 5
 
 
 def test_modes_take_turns_and_write_the_same():
-    """No mode is more than a chunk and a round ahead of another, and what each writes does not depend on the others."""
+    """And what each writes does not depend on the others."""
     model, order = counting(), []
 
     def listening(name):
@@ -171,16 +195,19 @@ def test_modes_take_turns_and_write_the_same():
 
         return Mode(name, 3, drafter)
 
-    runs = showdown.race(model, [listening("a"), listening("b")], [3], options(max_new_tokens=64))
-    assert runs[0].ids == runs[1].ids == [(4 + i) % 8 for i in range(64)]
+    runs = showdown.race(model, [listening("a"), listening("b")], [3], options(max_new_tokens=128))
+    assert runs[0].ids == runs[1].ids == [(4 + i) % 8 for i in range(128)]
     assert sum(a != b for a, b in itertools.pairwise(order)) >= 6  # and not all of a, then all of b
 
 
 def test_a_draft_with_a_shorter_context(tmp_path, capsys):
     target = folders.write(tmp_path / "target", max_position_embeddings=512)
-    draft = folders.write(tmp_path / "draft", max_position_embeddings=64)
-    bench.main(["--target", target, "--draft", draft, "--device", "cpu", "--domain", "code", "--repeat", "1"])
-    assert capsys.readouterr().out.count("3 of 3") == 4
+    draft = folders.write(tmp_path / "draft", max_position_embeddings=210)
+    arguments = ["--domain", "code", "--repeat", "1", "--gamma", "2", "--json", str(tmp_path / "out.json")]
+    bench.main(["--target", target, "--draft", draft, "--device", "cpu", *arguments])
+    assert capsys.readouterr().out.count("3 of 3") == 1
+    row = json.loads((tmp_path / "out.json").read_text())["rows"][1]
+    assert 0 < row["drafted"] < 2 * row["rounds"] - 20  # it stops when it cannot follow, and the target goes on
 
 
 def test_the_targets_end_of_text_counts():  # B37: and the draft's does not
@@ -199,19 +226,21 @@ def test_the_first_difference():
                                               (0.3, 1.0, 0.05, "Too few")])  # fmt: skip
 def test_why_it_loses(c, v, kept, word):
     """One number is bad at a time, and the sentence must name that one."""
-    known = Costs([0.0, c, 2 * c], [1.0, v, v], [0.0] * 3)
+    known = Costs([0.0, c, 2 * c], [1.0, v, v], [0.1] * 3)
     per_round = 1 + kept + kept * kept
-    seconds = v + 2 * c
+    seconds = (v + 2 * c + 0.1) / 1.1  # in plain rounds, of a pass and a tenth
     row = {"domain": "code", "mode": "speculative", "gamma": 2, "rounds": 100, "tokens": 100 * per_round}
     row |= {"tokens_per_round": per_round, "speedup": per_round / seconds, "acceptance_rate": kept}
-    row["share"] = {"draft": 2 * c / seconds, "verify": v / seconds, "other": 0.0}
+    row["share"] = {part: x / 1.1 / seconds for part, x in (("draft", 2 * c), ("verify", v), ("other", 0.1))}
     said = table.why(row, known, 0.8)
     assert [w for w in ("too dear", "not flat", "Too few") if w in said] == [word]
-    assert f"takes the time of {seconds:.2f}" in said and "launch" not in said
-    assert "20 %" in table.why(row, known, 0.2) and "launch-bound" in table.why(row, known, 0.2)
+    parts = [float(number) for number in re.findall(r"(\d\.\d\d) (?:for|to verify)", said)]
+    assert f"takes the time of {seconds:.2f}" in said and sum(parts) == pytest.approx(seconds, abs=0.02)
+    assert "launch" not in said
+    assert ("20 %" in table.why(row, known, 0.2)) == ("launch-bound" in table.why(row, known, 0.2)) == (v < 2.5)
 
 
-def test_verify(pair, tmp_path, capsys, monkeypatch):
+def test_verify(capsys, monkeypatch):
     """The table, on a clock that takes 1 ms a pass and a tenth more for each row."""
     clock = [0.0]
 
@@ -229,7 +258,7 @@ def test_verify(pair, tmp_path, capsys, monkeypatch):
     assert [row["n"] for row in rows] == [*range(1, 33)]
     assert [row["ratio"] for row in rows] == pytest.approx([1 + 0.1 * n for n in range(32)])
     assert [row["milliseconds"] for row in rows[:2]] == pytest.approx([1.0, 1.1])
-    assert (names, about) == ({"bytes": 8e6}, {"bandwidth": 10.0})
+    assert (names, about) == ({"bytes": 8e6, "context": 128, "repeat": 3}, {"bandwidth": 10.0})
     shown = capsys.readouterr().out
     assert "8 MB" in shown and "8.0 GB/s" in shown and "up to 3" in shown and "1.30 times" in shown and "1.70" in shown
 
@@ -245,14 +274,33 @@ def test_verify_needs_no_draft(pair, tmp_path, capsys):
 def test_a_vector_is_read_as_fast_as_it_can_be(monkeypatch):
     times = iter(i * 0.5 for i in range(100))
     monkeypatch.setattr(machine, "now", lambda device: next(times))
-    assert machine.read_bandwidth("cpu", repeat=2) == pytest.approx(2**28 / 0.5 / 1e9)
+    assert machine.read_bandwidth("cpu", repeat=2) == pytest.approx(10 * 2**28 / 0.5 / 1e9)
+
+
+def test_watch_decides_gamma_itself(pair, capsys):
+    bench.main(["watch", "Hello", *pair, "--max-new-tokens", "24", "--gamma", "auto", "--temperature", "0.5"])
+    assert "24 tokens in" in capsys.readouterr().out
+
+
+def test_files_may_stand_behind_an_option(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["compare", "--bits", "4", str(tmp_path / "none.json")])
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_the_scripts_that_pytest_does_not_collect_can_be_imported():
+    pytest.importorskip("transformers")
+    for name in ("check_real_pair", "check_four_bits"):
+        assert importlib.import_module(name).main
 
 
 @pytest.mark.parametrize("arguments, word", [
-    (["watch"], "a prompt"), (["verify", "text"], "none"), (["compare"], "files"),
+    (["watch"], "one prompt"), (["verify", "a", "b"], "verify"), (["compare"], "files"), (["watch", "a", "b"], "one"),
+    (["watch", "text", "--gamma", "lookup,4"], "auto"), (["watch", "text", "--gamma", "4,8"], "one --gamma"),
+    (["compare", "--json", "x.json", "a.json"], "compare"), (["watch", "text", "--json", "x.json"], "watch"),
     (["--gamma", "0"], "1 to 64"), (["--gamma", "4,often"], "often"), (["watch", "text", "--gamma", "lookup"], "auto"),
     (["--gamma", "70"], "70"), (["memory", "--plot", "x.png"], "memory"),
-    (["--max-new-tokens", "5"], "6"), (["--plot", "x.gif"], "png"),
+    (["--max-new-tokens", "11"], "12"), (["--max-new-tokens", "5", "--gamma", "4"], "6"), (["--plot", "x.gif"], "png"),
 ])  # fmt: skip
 def test_refused(arguments, word, capsys):
     with pytest.raises(SystemExit) as end:

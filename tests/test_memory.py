@@ -86,12 +86,12 @@ def test_measured_beside_planned(tmp_path):
 
 def test_nothing_fits(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(memory, "free_memory", lambda device: 1_000_000)
-    arguments = type("Arguments", (), {"context": 4096, "gamma": 4, "head_bits": 4, "measure": False, "bits": None})
-    memory.report(*FOLDERS, arguments, "cpu")
+    arguments = type("Arguments", (), {"context": 4096, "head_bits": 4, "measure": False, "bits": None})
+    memory.report(*FOLDERS, 4, arguments, "cpu")
     assert "Take a shorter --context" in capsys.readouterr().out
     monkeypatch.setattr(memory, "free_memory", lambda device: None)
     for device in ("cpu", "mps"):
-        memory.report(*FOLDERS, arguments, device)
+        memory.report(*FOLDERS, 4, arguments, device)
     assert "free here" not in capsys.readouterr().out
 
 

@@ -30,8 +30,9 @@ def test_the_rows_of_another_engine(capsys):
         return Written(None, "other" if wrong else str(right), limit - 1, 5.0, 16, 12)
 
     text = SimpleNamespace(decode=str)
-    ours, plain, other = peers.peers(target, text, "server", {"server 1": slow, "server 2": quick}, asked, args)
-    assert asked_of == [16, 21, 21]
+    writers = {"server 1": slow, "server 2": quick}
+    (ours, plain, other), more, _ = peers.peers(target, text, "server", writers, asked, args)
+    assert asked_of == [16, 21, 21] and more == {"repeat": 1}
     assert (ours["engine"], ours["mode"], ours["tokens"], ours["speedup"]) == ("ours", "plain", 40, 1.0)
     assert (plain["tokens_per_second"], plain["speedup"], plain["identical"]) == (2.0, 1.0, True)
     assert (other["tokens_per_second"], other["speedup"], other["identical"]) == (4.0, 2.0, False)

@@ -139,10 +139,15 @@ def test_lookup_follows_a_text_that_grows():
 
 
 def test_hybrid_asks_the_second_where_the_first_has_nothing():
-    second = Scripted([6, 6, 6, 6, 6, 6])
+    second, text = Scripted([6, 6, 6], [], [6, 6, 6, 6, 6, 6], [6, 6, 6, 6, 6, 6]), [1, 2, 3, 1, 2]
     hybrid = Hybrid(PromptLookup(), second, most=3)
-    assert hybrid.propose([1, 2, 3, 1, 2], 8) == ([3, 1, 2], None) and second.asked == [0]
-    assert hybrid.propose([1, 2, 3, 4], 8) == ([6, 6, 6], None) and second.asked == [0, 3]
+    # In the first round of a text in any case: there a draft model reads the prompt, while the target does.
+    assert hybrid.propose(text, 8) == ([3, 1, 2], None) and second.asked == [3]
+    text += [3]
+    assert hybrid.propose(text, 8) == ([1, 2, 3], None) and second.asked == [3, 0]
+    text += [9]
+    assert hybrid.propose(text, 8) == ([6, 6, 6], None) and second.asked == [3, 0, 3]
+    assert hybrid.propose([1, 2, 3, 4], 8) == ([6, 6, 6], None) and second.asked == [3, 0, 3, 3]
     repeats = Toy(lambda seen: one_hot((seen[-1] + 1) % 5, 5))
     tokens, rounds = decode(repeats, Hybrid(PromptLookup(), DraftModel(repeats, 99)), [0], 40, 8)
     assert tokens == [(1 + i) % 5 for i in range(40)] and max(round.accepted for round in rounds) > 4

@@ -38,7 +38,7 @@ def environment(monkeypatch):
 
 
 def options(**given):
-    default = {"prompt": "?", "gamma": 4, "max_new_tokens": 20, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
+    default = {"max_new_tokens": 20, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
     return SimpleNamespace(**default | given)
 
 
@@ -55,12 +55,12 @@ def writer(text, written, before=lambda position: None, context=10**6):
     return model
 
 
-def show(target, text, drafter=None, **given):
-    watch.watch((target, target), text, options(**given), drafter)
+def show(target, text, drafter=None, prompt="?", gamma=4, **given):
+    watch.watch((target, target), text, prompt, gamma, options(**given), drafter)
 
 
 def scripted(text, *drafts):
-    return lambda ids, limit: Scripted(*(text.plain.encode(draft).ids for draft in drafts))
+    return Scripted(*(text.plain.encode(draft).ids for draft in drafts))
 
 
 def on_terminal(monkeypatch, run, *args, size=(24, 80), seen=None, **given):
@@ -98,7 +98,7 @@ def test_elsewhere_the_text_is_that_of_plain_decoding_and_nothing_else(capsys):
     pair = [Qwen2.load(str(ROOT / "tiny" / name), 32, "cpu") for name in ("target", "draft")]
     text = Text(str(ROOT / "tiny" / "target"), pair[0].config.eos)
     ids = oracle(pair[0], text.prompt("The king"), 40)
-    watch.watch(pair, text, options(prompt="The king", max_new_tokens=40))
+    watch.watch(pair, text, "The king", 4, options(max_new_tokens=40))
     assert capsys.readouterr().out.startswith(text.decode(ids) + "\n\n40 tokens in ")
 
 
@@ -113,7 +113,7 @@ def test_it_comes_live(text, monkeypatch):
 
     with open(writing, "w") as out, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", out)
-        watch.watch((writer(text, "abc", before),) * 2, text, options(gamma=0, max_new_tokens=3))
+        watch.watch((writer(text, "abc", before),) * 2, text, "?", 0, options(max_new_tokens=3))
     os.close(reading)
     assert came == [b"a", b"b"]
 
@@ -134,12 +134,12 @@ def test_a_character_of_several_tokens_is_whole_and_has_the_last_ones_colour(tex
     written = "\N{SLIGHTLY SMILING FACE}\N{LATIN SMALL LETTER E WITH ACUTE}"
     target, face = writer(text, written), text.plain.encode(written).ids
 
-    def drafts(ids, limit):
+    def drafts():
         return Scripted([*face[:3], 0], [*face[4:], 0])
 
-    shown = on_terminal(monkeypatch, show, target, text, drafts, max_new_tokens=6)
+    shown = on_terminal(monkeypatch, show, target, text, drafts(), max_new_tokens=6)
     assert pieces(shown) == [(CORRECTION, written[0]), (OWN, written[1])]
-    show(target, text, drafts, max_new_tokens=6)
+    show(target, text, drafts(), max_new_tokens=6)
     assert capsys.readouterr().out.startswith(written + "\n\n6 tokens in 2 rounds")
     show(target, text, max_new_tokens=5)  # it ends within the second one
     assert capsys.readouterr().out.startswith(written[0] + "\ufffd\n\n5 tokens")
@@ -244,16 +244,9 @@ def test_the_first_round_and_printing_are_not_timed(text, monkeypatch, capsys):
 
 
 def test_gamma_auto_leaves_it_to_the_drafter(text, capsys):
-    target, made = writer(text, "ab"), []
-
-    def make(ids, limit):
-        made.append((ids, limit, Scripted(text.plain.encode("ab").ids)))
-        return made[0][2]
-
-    show(target, text, make, gamma="auto", max_new_tokens=90)
-    ((ids, limit, drafter),) = made
-    assert (ids, limit) == (text.prompt("?"), 90) and drafter.asked[0] == 64
-    assert capsys.readouterr().out.startswith("ab" * 45 + "\n\n90 tokens")
+    drafter = scripted(text, "ab")
+    show(writer(text, "ab"), text, drafter, gamma="auto", max_new_tokens=90)
+    assert drafter.asked[0] == 64 and capsys.readouterr().out.startswith("ab" * 45 + "\n\n90 tokens")
 
 
 def test_a_prompt_without_room_is_refused_before_anything_is_shown(text, capsys):

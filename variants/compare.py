@@ -73,7 +73,7 @@ def hopeless(pair, asked, args):
         min(m.config.vocab_size for m in pair),
         max((ids for some in asked.values() for ids in some), key=len),
     )
-    usual, dear = (costs.measure((target, model), middle, MOST, {}) for model in (draft, target))
+    usual, dear = (costs.measure((target, model), middle, range(MOST + 1), {}) for model in (draft, target))
     print(f"c {usual.c:.2f}, of the target {dear.c:.2f}; v(n) " + " ".join(f"{v:.2f}" for v in usual.v))
 
     def adaptive(model, c):
@@ -89,7 +89,7 @@ def hopeless(pair, asked, args):
     showdown.race(target, modes, middle, args)  # the first passes are slow
     for domain, texts in asked.items():
         runs = [showdown.race(target, modes, ids, args) for _ in range(args.repeat) for ids in texts]
-        plain, *others = (showdown.speed(some) for some in zip(*runs, strict=True))
+        plain, *others = (showdown.speed([some]) for some in zip(*runs, strict=True))
         print(f"{domain:<11}" + "".join(f"{speed / plain:>12.2f}x" for speed in others), flush=True)
 
 

@@ -42,10 +42,12 @@ class Hybrid:
     """
 
     def __init__(self, first, second, most=4):
-        self.first, self.second, self.most = first, second, most
+        self.first, self.second, self.most, self.seen = first, second, most, None
 
     def propose(self, tokens, gamma):
         drafted, q = self.first.propose(tokens, gamma)
-        # Ask the second for nothing, too: it must hear of each round, to forget the drafts that the target refused.
-        other = self.second.propose(tokens, 0 if len(drafted) else min(gamma, self.most))
+        # Ask the second for nothing, too: it must hear of each round, to forget the drafts that the target refused. But
+        # in the first let it draft in any case, and so read the prompt while the target does.
+        fresh, self.seen = tokens is not self.seen, tokens
+        other = self.second.propose(tokens, 0 if len(drafted) and not fresh else min(gamma, self.most))
         return (drafted, q) if len(drafted) else other
