@@ -64,11 +64,12 @@ def python():
 
 def packages(file, must):
     """A line for each package of a requirements file, without those that it includes."""
-    lines, fix = [], f"pip install -r {file}"
+    lines = []
     for requirement in (ROOT / file).read_text(encoding="utf-8").splitlines():
         if not requirement or requirement[0] in "#-":
             continue
         name, ranges = re.fullmatch(r"([\w-]+)([^;]*).*", requirement).groups()
+        fix = f"pip install -r {file}" + " (without a GPU: labs/setup.md, step 2)" * (name == "torch")
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -69,7 +69,7 @@ def test_versions(monkeypatch):
     assert len(lines) == 5
     torch, safetensors = only(lines, "torch"), only(lines, "safetensors")
     assert torch.must and torch.status == "too old" and "1.13.1+cu117, needs " in torch.said
-    assert "pip install -r requirements.txt" in torch.said
+    assert "pip install -r requirements.txt (without a GPU: labs/setup.md, step 2)" in torch.said
     assert not safetensors.must and safetensors.status == "too new" and "77.0.0, needs" in safetensors.said
     assert only(lines, "numpy").status == "ok" and only(lines, "numpy").must
 
