@@ -175,6 +175,7 @@ def summary(mode, runs, plain, known, foreseen):
     kept = [sum(round.accepted > i for round in rounds) for i in range(longest)]
     refused = [sum(r.accepted == i < r.drafted and len(r.tokens) > i for r in rounds) for i in range(longest)]
     ratios = [speed([mine]) / (speed([usual]) or 1.0) for mine, usual in zip(runs, plain, strict=True)]
+    alone = [[[[run] for run in of_prompt] for of_prompt in zip(*some, strict=True)] for some in (runs, plain)]
     if mode.name in ("plain", "speculative"):
         predicted = foreseen[mode.gamma]
     else:  # how such a drafter will draft cannot be foreseen: its rounds and its seconds are taken from the run
@@ -196,6 +197,7 @@ def summary(mode, runs, plain, known, foreseen):
         "speedup": speed(runs) / (speed(plain) or 1.0),
         "speedup_low": min(ratios),
         "speedup_high": max(ratios),
+        "by_prompt": [speed(mine) / (speed(usual) or 1.0) for mine, usual in zip(*alone, strict=True)],
         "predicted_speedup": predicted,
         "cost_ratio": known.c,
         "judged": [a + b for a, b in zip(kept, refused, strict=True)],

@@ -74,6 +74,9 @@ def verdict(rows, known, reach):
         gamma = foreseen.index(max(foreseen))
         order = " > ".join(f"{name(row)} {row['speedup']:.2f}x" for row in mine)
         lines.append(f"{domain:<10}{order};  gamma {gamma}: {foreseen[gamma]:.2f}x")
+    if len(domains) == 1:  # there is room
+        lines += ["", "The speed-up on each prompt"]
+        lines += [f"{name(row):<12}" + "".join(f"{ratio:>8.2f}x" for ratio in row["by_prompt"]) for row in rows[1:]]
     losses = [row for row in rows if row["mode"] != "plain" and row["rounds"] and row["speedup"] < NOISE]
     return [*lines, *([""] * bool(losses)), *(why(row, known, reach) for row in losses)]
 

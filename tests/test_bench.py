@@ -60,6 +60,8 @@ def test_the_table_and_its_json(pair, tmp_path, capsys):
     assert speculative["acceptance_rate"] == speculative["accepted"] / speculative["drafted"]
     assert sum(speculative["kept"]) == speculative["accepted"] and len(speculative["judged"]) == 3
     assert set(speculative) >= {"tokens_per_second", "cost_ratio", "rounds", "speedup_low", "nothing_accepted"}
+    assert all(len(row["by_prompt"]) == 3 for row in rows) and plain["by_prompt"] == [1.0] * 3
+    assert f"{'hybrid':<12}" + "".join(f"{ratio:>8.2f}x" for ratio in rows[-1]["by_prompt"]) in shown
     assert all(sum(row["share"].values()) == pytest.approx(1) for row in rows)
     assert not list(tmp_path.glob("*.part"))
 

@@ -28,7 +28,7 @@ class AdaptiveDraft(DraftModel):
     """A DraftModel that decides by itself when to stop.
 
     c: the cost of a draft step, v: [v(1), v(2), ...], that of a target pass over so many rows, all in passes over one
-    row; `costs` in compare.py measures them. At most len(v) - 1 tokens are drafted. The other options are DraftModel's.
+    row; measure/costs.py times them. At most len(v) - 1 tokens are drafted. The other options are DraftModel's.
     """
 
     def __init__(self, model, max_length, c, v, **options):
