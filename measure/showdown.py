@@ -15,7 +15,7 @@ from variants.prompt_lookup import Hybrid, PromptLookup
 WAYS = ["best", "auto", "lookup", "hybrid"]  # beside plain decoding, if --gamma does not say otherwise
 MOST = 10  # drafts a round, where --gamma gives no number: a copied text is kept for longer than a guessed one
 CHUNK = 32  # tokens that one mode decodes before the next has its turn
-ENOUGH = 70  # seconds: without --repeat all is decoded as often as fits in here, once to three times
+ENOUGH = 80  # seconds: without --repeat all is decoded as often as fits in here, once to three times
 
 # gamma: the most that a round may draft. drafter: makes one for (ids of a prompt, sampling options), None for none.
 Mode = namedtuple("Mode", "name gamma drafter")
@@ -97,11 +97,11 @@ def look_ahead(pair, prompts, known, args, done):
 def plan(target, prompts, ways, gammas, args):
     """Print how long all will take, from a few passes. Returns how often to repeat it."""
     cache, seconds = target.new_cache(8), []
-    for _ in range(4):
+    for _ in range(8):
         start = now(target.device)
         target(torch.zeros(1, dtype=torch.long), cache, last=1)
         seconds.append(now(target.device) - start)
-    minutes = statistics.median(seconds[1:]) / 60  # of a pass
+    minutes = statistics.median(seconds[3:]) / 60  # of a pass; the first are slow
     # As if no mode were faster than plain decoding, a pass read 8 tokens of a prompt, and a draft step were half a one.
     once = minutes * (len(prompts) * args.max_new_tokens + sum(map(len, prompts)) / 8)  # for each mode
     repeat = args.repeat or min(3, max(1, int(ENOUGH / 60 / once / (1 + len(ways)))))
