@@ -65,8 +65,9 @@ def race(target, modes, ids, args):
     return runs
 
 
-def modes(pair, ways, known, args):
-    """The Mode of plain decoding, and those of `ways`: numbers, and "auto", "lookup", "hybrid". known: Costs."""
+def modes(pair, ways, known, args, best=4):
+    """The Mode of plain decoding, and those of `ways`: numbers, and "auto", "lookup", "hybrid", which asks the draft
+    model for `best` tokens. known: Costs."""
     draft, vocab = pair[1], min(model.config.vocab_size for model in pair)
 
     def of_model(ids, sampling):
@@ -78,7 +79,7 @@ def modes(pair, ways, known, args):
     others = {
         "auto": Mode("auto", MOST, auto),
         "lookup": Mode("lookup", MOST, lambda *_: PromptLookup()),
-        "hybrid": Mode("hybrid", MOST, lambda *how: Hybrid(PromptLookup(), of_model(*how))),
+        "hybrid": Mode("hybrid", MOST, lambda *how: Hybrid(PromptLookup(), of_model(*how), best)),
     }
     return [Mode("plain", 0, None), *(others.get(way) or Mode("speculative", way, of_model) for way in ways)]
 
@@ -123,7 +124,7 @@ def showdown(pair, asked, args):
         for domain, some in asked.items():
             foreseen = look_ahead(pair, some, known, args, bar.update)
             best = max(1, foreseen.index(max(foreseen)))
-            racing = modes(pair, [best if way == "best" else way for way in ways], known, args)
+            racing = modes(pair, [best if way == "best" else way for way in ways], known, args, best)
             runs = [[[] for _ in range(repeat)] for _ in racing]  # [mode][repeat][prompt]
             for repetition in range(repeat):
                 for ids in some:

@@ -2,9 +2,9 @@
 
 HEADER = "domain    mode        gamma   tok/s   speed-up      predicted  accept  tok/round  none  where time went  same"
 LEGEND = """
-gamma      the most drafts of a round. speculative: always so many; without --gamma that which is predicted to be best,
-           at least 1. auto: decided anew before each draft. lookup: copied from the text so far. hybrid: lookup, and
-           where it finds nothing up to 4 of the draft model
+gamma      the most drafts of a round. speculative: always so many; without --gamma as many as are predicted to be best,
+           but at least 1. auto: decided anew before each draft. lookup: copied from the text so far. hybrid: lookup,
+           and where it finds nothing the draft model, with as many as are predicted to be best
 tok/s      tokens a second. Reading the prompt is not part of it. {repeat}
 speed-up   tok/s over that of the plain row: same target, prompts and lengths, 32 tokens each in turn
 predicted  tokens a round over what a round costs. How many: one pass of the draft over texts that were decoded before
