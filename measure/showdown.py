@@ -14,7 +14,7 @@ from variants.prompt_lookup import Hybrid, PromptLookup
 
 WAYS = ["best", "auto", "lookup", "hybrid"]  # beside plain decoding, if --gamma does not say otherwise
 MOST = 10  # drafts a round, where --gamma gives no number: a copied text is kept for longer than a guessed one
-CHUNK = 32  # tokens that one mode decodes before the next has its turn
+TURN = 0.25  # seconds that a mode decodes before the next has its turn; what slows a machine down mostly lasts longer
 ENOUGH = 80  # seconds: without --repeat all is decoded as often as fits in here, once to three times
 
 # gamma: the most that a round may draft. drafter: makes one for (ids of a prompt, sampling options), None for none.
@@ -52,11 +52,11 @@ def options(target, args):
     return {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "generator": generator}
 
 
-def race(target, modes, ids, args):
-    """Decode one prompt in each mode. They take turns, 32 tokens at a time, so that whatever else the machine does
+def race(target, modes, ids, args, turn=32):
+    """Decode one prompt in each mode. They take turns, so many tokens at a time, so that whatever else the machine does
     meanwhile is met by all. Returns a Run for each."""
     runs = [Run(target, mode, ids, args) for mode in modes]
-    for length in range(CHUNK, args.max_new_tokens + CHUNK, CHUNK):
+    for length in range(turn, args.max_new_tokens + turn, turn):
         for run in runs:
             run.go_on(length)
     for run in runs:  # what has been counted stays, the caches go
@@ -118,6 +118,7 @@ def showdown(pair, asked, args):
     gammas = [*range(MOST + 1), *sorted({way for way in ways if way not in WAYS and way > MOST})]
     repeat = plan(pair[0], prompts, ways, gammas, args)
     known = costs.measure(pair, prompts[len(prompts) // 2], gammas, options(pair[0], args))
+    turn = min(32, max(4, int(TURN / known.round(0))))  # in short ones, the caches of the CPU hold what others need
     print(f"\n{table.HEADER}")
     texts = len(prompts) * (1 + repeat * (1 + len(ways)))
     with tqdm(total=texts, desc="decoding", unit="text", disable=None, leave=False) as bar:
@@ -128,7 +129,7 @@ def showdown(pair, asked, args):
             runs = [[[] for _ in range(repeat)] for _ in racing]  # [mode][repeat][prompt]
             for repetition in range(repeat):
                 for ids in some:
-                    for of_mode, run in zip(runs, race(pair[0], racing, ids, args), strict=True):
+                    for of_mode, run in zip(runs, race(pair[0], racing, ids, args, turn), strict=True):
                         of_mode[repetition].append(run)
                         bar.update()
             for way, mode, mine in zip(["plain", *ways], racing, runs, strict=True):
@@ -143,7 +144,7 @@ def showdown(pair, asked, args):
                 bar.write(table.line(row))
     most = read_bandwidth(pair[0].device)
     reach = memory.read(pair[0], len(prompts[len(prompts) // 2])) / known.verify[0] / 1e9 / most
-    print("\n".join([table.legend(known, repeat), *notes, *table.verdict(rows, known, reach)]))
+    print("\n".join([table.legend(known, repeat, turn), *notes, *table.verdict(rows, known, reach)]))
     return rows, {"repeat": repeat}, {"bandwidth": most}
 
 

@@ -6,7 +6,7 @@ gamma      the most drafts of a round. speculative: always so many; without --ga
            but at least 1. auto: decided anew before each draft. lookup: copied from the text so far. hybrid: lookup,
            and where it finds nothing the draft model, with as many as are predicted to be best
 tok/s      tokens a second. Reading the prompt is not part of it. {repeat}
-speed-up   tok/s over that of the plain row: same target, prompts and lengths, 32 tokens each in turn
+speed-up   tok/s over that of the plain row: same target, prompts and lengths, in turns of {turn} tokens
 predicted  tokens a round over what a round costs. How many: one pass of the draft over texts that were decoded before
            tells what any gamma would have had accepted. What it costs: v(k + 1) + k c + the rest, timed before, in
            passes of the target over one row: a draft step c = {c:.2f}, {v}
@@ -42,11 +42,12 @@ def line(row):
     ).rstrip()
 
 
-def legend(known, repeat):
+def legend(known, repeat, turn):
     """What the columns mean, with the numbers behind them. known: the Costs."""
     told = [n for n in (2, 4, 8, len(known.v)) if n <= len(known.v)]
     return LEGEND.format(
         repeat=f"Of {repeat} runs the median, ± half the range" if repeat > 1 else "One run",
+        turn=turn,
         c=known.c,
         v=", ".join(f"v({n}) = {known.v[n - 1]:.2f}" for n in told),
     )
