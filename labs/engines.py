@@ -54,6 +54,7 @@ def transformers_modes(target, draft, device, bits):
     except ImportError:
         raise ValueError("to measure transformers, install it: pip install transformers") from None
     transformers.logging.set_verbosity_error()  # it warns of what it passes to itself
+    transformers.logging.disable_progress_bar()  # shown even where nobody watches
     models, context = [], Config.read(target).max_position_embeddings
     for folder in (target, draft):
         dtype = {32: torch.float32, 16: torch.bfloat16}[bits]
