@@ -56,6 +56,11 @@ class Costs:
         return statistics.median(seconds / k for k, seconds in enumerate(self.draft) if k) / self.verify[0]
 
     @property
+    def first(self):
+        """As c, of the only draft of a round: it finds nothing of the draft model in the caches of the CPU."""
+        return self.draft[1] / self.verify[0]
+
+    @property
     def v(self):
         """The verify cost: v[k] is a target pass over k + 1 rows in passes over one."""
         return [seconds / self.verify[0] for seconds in self.verify]

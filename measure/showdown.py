@@ -74,7 +74,8 @@ def modes(pair, ways, known, args, best=4):
         return DraftModel(draft, len(ids) + args.max_new_tokens, vocab=vocab, **sampling)
 
     def auto(ids, sampling):
-        return AdaptiveDraft(draft, len(ids) + args.max_new_tokens, known.c, known.v, vocab=vocab, **sampling)
+        room, how = len(ids) + args.max_new_tokens, {"first": known.first, "vocab": vocab} | sampling
+        return AdaptiveDraft(draft, room, known.c, known.v, **how)
 
     others = {
         "auto": Mode("auto", MOST, auto),

@@ -28,12 +28,17 @@ class AdaptiveDraft(DraftModel):
     """A DraftModel that decides by itself when to stop.
 
     c: the cost of a draft step, v: [v(1), v(2), ...], that of a target pass over so many rows, all in passes over one
-    row; measure/costs.py times them. At most len(v) - 1 tokens are drafted. The other options are DraftModel's.
+    row; measure/costs.py times them. first: the cost of the first draft step of a round, if it is another. At most
+    len(v) - 1 tokens are drafted. The other options are DraftModel's.
     """
 
-    def __init__(self, model, max_length, c, v, **options):
+    def __init__(self, model, max_length, c, v, first=None, **options):
         super().__init__(model, max_length, **options)
-        self.c, self.v = c, [max(v[: i + 1]) for i in range(len(v))]  # a pass over more rows cannot be cheaper
+        self.c, self.first, self.v = (
+            c,
+            first or c,
+            [max(v[: i + 1]) for i in range(len(v))],
+        )  # a pass over more rows cannot be cheaper
         # Of how many drafts how many were kept, for five ranges of confidence and for all, with a guess to begin with.
         self.kept = [[PRIOR * chance, PRIOR] for chance in (0.4, 0.5, 0.6, 0.7, 0.9, 0.7)]
 
@@ -48,7 +53,7 @@ class AdaptiveDraft(DraftModel):
         most = min(gamma, len(self.v) - 1, self.cache.max_length + 1 - len(tokens))
         self.length, self.bins, self.cost, self.trial = len(tokens), [], 1.0, False  # of this round, in target steps
         # After rounds without a draft several tokens must be fed. Reading the prompt is no decoding, and not counted.
-        step = self.c * (1 if self.spent is None else self.rows(len(tokens) - self.cache.length))
+        step = self.first * (1 if self.spent is None else self.rows(len(tokens) - self.cache.length))
         while len(drafted) < most and self.worth(chance * self.chance(5), len(drafted), step):
             if fed is None:  # not before it is wanted: a round without drafts should cost nothing
                 missing = tokens[self.cache.length :]
@@ -79,7 +84,7 @@ class AdaptiveDraft(DraftModel):
         purse = LOAN * (k == 0) + SHARE * self.emitted  # the loan buys single drafts, more of them only what was won
         pays = chance > rate * price
         self.trial |= k == 0 and not pays
-        ever = self.c + self.v[1] - self.v[0] < 0.9  # would it pay, were it always right?
+        ever = self.first + self.v[1] - self.v[0] < 0.9  # would it pay, were it always right?
         may_try = k == 0 and ever and self.tried + price <= purse
         return (pays or may_try) and lost <= purse
 

@@ -76,14 +76,14 @@ def hopeless(pair, asked, args):
     usual, dear = (costs.measure((target, model), middle, range(MOST + 1), {}) for model in (draft, target))
     print(f"c {usual.c:.2f}, of the target {dear.c:.2f}; v(n) " + " ".join(f"{v:.2f}" for v in usual.v))
 
-    def adaptive(model, c):
-        room = args.max_new_tokens
-        return lambda ids, _: AdaptiveDraft(model, len(ids) + room, c, usual.v, vocab=vocab)
+    def adaptive(model, known):
+        how, room = {"first": known.first, "vocab": vocab}, args.max_new_tokens
+        return lambda ids, _: AdaptiveDraft(model, len(ids) + room, known.c, known.v, **how)
 
     modes = [Mode("plain", 0, None)]
     modes += [
-        Mode("wrong draft", MOST, adaptive(Wrong(draft), usual.c)),
-        Mode("dear draft", MOST, adaptive(target, dear.c)),
+        Mode("wrong draft", MOST, adaptive(Wrong(draft), usual)),
+        Mode("dear draft", MOST, adaptive(target, dear)),
     ]
     print(f"{'domain':<11}" + "".join(f"{mode.name:>13}" for mode in modes[1:]) + "   (speed-up)")
     showdown.race(target, modes, middle, args)  # the first passes are slow
