@@ -6,7 +6,8 @@ from collections import namedtuple
 import torch
 from huggingface_hub.utils import tqdm
 
-from measure import costs, memory, table
+from measure import memory, table
+from measure.costs import Timed, chances, curve, measure
 from measure.machine import now, read_bandwidth
 from speculative import DraftModel, speculative_decode
 from variants.adaptive_gamma import AdaptiveDraft
@@ -27,8 +28,8 @@ class Run:
 
     def __init__(self, target, mode, ids, args):
         sampling = options(target, args)
-        self.verify = costs.Timed(target, target.device)
-        self.draft = costs.Timed(mode.drafter and mode.drafter(ids, sampling), target.device)
+        self.verify = Timed(target, target.device)
+        self.draft = Timed(mode.drafter and mode.drafter(ids, sampling), target.device)
         self.coming = speculative_decode(self.verify, self.draft, ids, args.max_new_tokens, mode.gamma,
                                          eos=target.config.eos, **sampling)  # fmt: skip
         first = next(self.coming, None)
@@ -88,17 +89,17 @@ def modes(pair, ways, known, args, best=4):
 def look_ahead(pair, prompts, known, args, done):
     """The speed-up to expect of gamma 0, 1, 2, ... on these prompts. They are decoded once, with gamma 4, which also
     warms up what is timed later. done: called after each."""
-    chances = []
+    found = []
     for ids in prompts:
         (run,) = race(pair[0], modes(pair, [4], known, args)[1:], ids, args)
-        chances.append(costs.chances(pair, ids, run.ids, **options(pair[0], args)))
+        found.append(chances(pair, ids, run.ids, **options(pair[0], args)))
         done()
-    return costs.curve(known, chances, args.max_new_tokens)
+    return curve(known, found, args.max_new_tokens)
 
 
-def plan(target, prompts, ways, gammas, args):
+def plan(target, asked, ways, gammas, args):
     """Print how long all will take, from a few passes. Returns how often to repeat it."""
-    cache, seconds = target.new_cache(8), []
+    cache, seconds, prompts = target.new_cache(8), [], [ids for some in asked.values() for ids in some]
     for _ in range(8):
         start = now(target.device)
         target(torch.zeros(1, dtype=torch.long), cache, last=1)
@@ -107,7 +108,7 @@ def plan(target, prompts, ways, gammas, args):
     # As if no mode were faster than plain decoding, a pass read 8 tokens of a prompt, and a draft step were half a one.
     once = minutes * (len(prompts) * args.max_new_tokens + sum(map(len, prompts)) / 8)  # for each mode
     repeat = args.repeat or min(3, max(1, int(ENOUGH / 60 / once / (1 + len(ways)))))
-    minutes = minutes * 15 * sum(1.5 + 0.6 * k for k in gammas) + once + once * repeat * (1 + len(ways))
+    minutes = minutes * 9 * len(asked) * sum(1.5 + 0.6 * k for k in gammas) + once + once * repeat * (1 + len(ways))
     print(f"{len(prompts)} prompts in {1 + len(ways)} modes, {repeat}x: {minutes:.1f} minutes at most")
     return repeat
 
@@ -115,37 +116,39 @@ def plan(target, prompts, ways, gammas, args):
 def showdown(pair, asked, args):
     """Measure the ways of args.gamma on the prompts {domain: [ids]}, and print the table as it comes. Returns its rows,
     and what --json adds to "pair" and "machine"."""
-    ways, prompts, rows, notes = args.gamma or WAYS, sorted((ids for a in asked.values() for ids in a), key=len), [], []
+    ways, rows, notes, known, most = args.gamma or WAYS, [], [], {}, read_bandwidth(pair[0].device)
     gammas = [*range(MOST + 1), *sorted({way for way in ways if way not in WAYS and way > MOST})]
-    repeat = plan(pair[0], prompts, ways, gammas, args)
-    known = costs.measure(pair, prompts[len(prompts) // 2], gammas, options(pair[0], args))
-    turn = min(32, max(4, int(TURN / known.round(0))))  # in short ones, the caches of the CPU hold what others need
+    repeat = plan(pair[0], asked, ways, gammas, args)
     print(f"\n{table.HEADER}")
-    texts = len(prompts) * (1 + repeat * (1 + len(ways)))
+    texts = sum(map(len, asked.values())) * (1 + repeat * (1 + len(ways)))
     with tqdm(total=texts, desc="decoding", unit="text", disable=None, leave=False) as bar:
-        for domain, some in asked.items():
-            foreseen = look_ahead(pair, some, known, args, bar.update)
+        for domain, prompts in asked.items():
+            # Anew for each domain: its texts have a length of their own, and the machine changes its mood.
+            middle = sorted(prompts, key=len)[len(prompts) // 2]
+            costs = known[domain] = measure(pair, middle, gammas, options(pair[0], args))
+            foreseen = look_ahead(pair, prompts, costs, args, bar.update)
             best = max(1, foreseen.index(max(foreseen)))
-            racing = modes(pair, [best if way == "best" else way for way in ways], known, args, best)
+            racing = modes(pair, [best if way == "best" else way for way in ways], costs, args, best)
+            turn = min(32, max(4, int(TURN / costs.round(0))))  # after shorter ones, caches hold what others needed
             runs = [[[] for _ in range(repeat)] for _ in racing]  # [mode][repeat][prompt]
             for repetition in range(repeat):
-                for ids in some:
+                for ids in prompts:
                     for of_mode, run in zip(runs, race(pair[0], racing, ids, args, turn), strict=True):
                         of_mode[repetition].append(run)
                         bar.update()
+            reach = memory.read(pair[0], len(middle)) / costs.verify[0] / 1e9 / most
             for way, mode, mine in zip(["plain", *ways], racing, runs, strict=True):
-                row = {"domain": domain, "way": way} | summary(mode, mine, runs[0], known, foreseen)
+                row = {"domain": domain, "way": way} | summary(mode, mine, runs[0], costs, foreseen)
                 if args.temperature == 0:
-                    row |= compare(pair[0], some, mine, runs[0])
+                    row |= compare(pair[0], prompts, mine, runs[0])
                     apart = (
                         f"{domain}, {mode.name}, prompt {{}}: parts at token {{}}, where two logits are {{:.1e}} apart"
                     )
                     notes += [apart.format(*where) for where in row["parted"]]
-                rows.append(row if mode.drafter else row | {"predicted_by_gamma": foreseen, "costs": vars(known)})
+                more = {"predicted_by_gamma": foreseen, "costs": vars(costs), "reach": reach}
+                rows.append(row if mode.drafter else row | more)
                 bar.write(table.line(row))
-    most = read_bandwidth(pair[0].device)
-    reach = memory.read(pair[0], len(prompts[len(prompts) // 2])) / known.verify[0] / 1e9 / most
-    print("\n".join([table.legend(known, repeat, turn), *notes, *table.verdict(rows, known, reach)]))
+    print("\n".join([table.legend(repeat, turn), *notes, *table.verdict(rows, known)]))
     return rows, {"repeat": repeat}, {"bandwidth": most}
 
 

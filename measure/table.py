@@ -8,8 +8,8 @@ gamma      the most drafts of a round. speculative: always so many; without --ga
 tok/s      tokens a second. Reading the prompt is not part of it. {repeat}
 speed-up   tok/s over that of the plain row: same target, prompts and lengths, in turns of {turn} tokens
 predicted  tokens a round over what a round costs. How many: one pass of the draft over texts that were decoded before
-           tells what any gamma would have had accepted. What it costs: v(k + 1) + k c + the rest, timed before, in
-           passes of the target over one row: a draft step c = {c:.2f}, {v}
+           tells what any gamma would have had accepted. What it costs: v(k + 1) + k c + the rest, timed before and
+           given below: c is a draft step, v(n) a pass of the target over n rows, both in such passes over one
            Of auto, lookup and hybrid it takes the drafts, and the time to find them, from the run itself
 accept     the acceptance rate: accepted / drafted. tok/round also counts the token that the target adds itself
 none       of the rounds that drafted, those of which nothing was accepted
@@ -42,21 +42,20 @@ def line(row):
     ).rstrip()
 
 
-def legend(known, repeat, turn):
-    """What the columns mean, with the numbers behind them. known: the Costs."""
-    told = [n for n in (2, 4, 8, len(known.v)) if n <= len(known.v)]
-    return LEGEND.format(
-        repeat=f"Of {repeat} runs the median, ± half the range" if repeat > 1 else "One run",
-        turn=turn,
-        c=known.c,
-        v=", ".join(f"v({n}) = {known.v[n - 1]:.2f}" for n in told),
-    )
+def legend(repeat, turn):
+    """What the columns mean. turn: tokens."""
+    often = f"Of {repeat} runs the median, ± half the range" if repeat > 1 else "One run"
+    return LEGEND.format(repeat=often, turn=turn)
 
 
-def verdict(rows, known, reach):
-    """What to learn from the rows, in words: a list of lines. reach: the share of the machine's bandwidth that a pass
-    of the target over one row comes to."""
-    lines = [
+def verdict(rows, known):
+    """What to learn from the rows, in words: a list of lines. known: the Costs of each domain."""
+    lines = ["Costs"]
+    for domain, costs in known.items():
+        passes = "  ".join(f"v({n}) {costs.v[n - 1]:.2f}" for n in (2, 3, 5, 9, len(costs.v)) if n <= len(costs.v))
+        lines.append(f"{domain:<10}c {costs.c:.2f}  {passes}")
+    lines += [
+        "",
         "Acceptance by position: of the drafts judged there, the share accepted. Behind it tokens a round, and what",
         "they would be if all positions were alike: (1 - a^(gamma + 1)) / (1 - a), Leviathan et al. 2023, eq. 1",
     ]
@@ -79,7 +78,9 @@ def verdict(rows, known, reach):
         lines += ["", "The speed-up on each prompt"]
         lines += [f"{name(row):<12}" + "".join(f"{ratio:>8.2f}x" for ratio in row["by_prompt"]) for row in rows[1:]]
     losses = [row for row in rows if row["mode"] != "plain" and row["rounds"] and row["speedup"] < NOISE]
-    return [*lines, *([""] * bool(losses)), *(why(row, known, reach) for row in losses)]
+    reach = {row["domain"]: row["reach"] for row in rows if row["mode"] == "plain"}
+    reasons = [why(row, known[row["domain"]], reach[row["domain"]]) for row in losses]
+    return [*lines, *([""] * bool(losses)), *reasons]
 
 
 def name(row):
@@ -87,7 +88,8 @@ def name(row):
 
 
 def why(row, known, reach):
-    """A sentence on a row that is slower than plain decoding: which of its parts is to blame, and the number for it."""
+    """A sentence on a row that is slower than plain decoding: which of its parts is to blame, and the number for it.
+    reach: the share of the machine's bandwidth that a pass of the target over one row comes to."""
     tokens, whole = row["tokens_per_round"], row["tokens_per_round"] / row["speedup"]  # in plain rounds, as all here
     draft, verify, other = (row["share"][part] * whole for part in ("draft", "verify", "other"))
     told = (

@@ -162,8 +162,9 @@ def test_a_text_that_ends_at_once():
     row = row_of([])
     assert row["tokens_per_second"] == row["speedup"] == 0.0 and row["share"] is None
     assert table.line(row).endswith("1 of 1") and "0.00x" not in table.line(row)
-    known, plain = Costs([0.0] * 5, [1.0] * 5, [0.0] * 5), row | {"mode": "plain", "predicted_by_gamma": [1.0]}
-    assert not any("loses" in line for line in table.verdict([plain, row], known, 1.0))
+    known = {"code": Costs([0.0] * 5, [1.0] * 5, [0.0] * 5)}
+    plain = row | {"mode": "plain", "predicted_by_gamma": [1.0], "reach": 1.0}
+    assert not any("loses" in line for line in table.verdict([plain, row], known))
 
 
 def test_what_is_timed(monkeypatch):  # B65: a clock that moves with the work. Prefill is slow and must not count
