@@ -15,6 +15,7 @@ import transformers
 import folders
 import pairs
 from labs import engines
+from labs.serve import serve
 from model import Qwen2
 from quantize import save
 from text import Text
@@ -127,21 +128,9 @@ def convert(folder, file):
     return str(file)
 
 
-def serve(target, draft=None):
-    """llama.cpp's server on a free port of 127.0.0.1, all in float32. It ends with the object."""
-    llama = pytest.importorskip("xllamacpp")
-    asked = llama.CommonParams()
-    asked.model.path, asked.hostnames, asked.port, asked.n_ctx, asked.verbosity = target, ["127.0.0.1"], 0, 512, 0
-    asked.cpuparams.n_threads = asked.cpuparams_batch.n_threads = 1
-    asked.cache_type_k = asked.cache_type_v = llama.ggml_type.GGML_TYPE_F32
-    if draft:
-        asked.speculative.types = [llama.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
-        asked.speculative.draft.mparams.path, asked.speculative.draft.n_max = draft, 4
-    return llama.Server(asked)
-
-
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
+    pytest.importorskip("xllamacpp")
     folder = tmp_path_factory.mktemp("gguf")
     target, draft = (convert(path, folder / f"{i}.gguf") for i, path in enumerate((TARGET, DRAFT)))
     return serve(target), serve(target, draft)
@@ -170,7 +159,7 @@ def test_llama_cpp_cuts_texts_as_we_do(servers, text):
         assert post(servers[0], "/detokenize", tokens=ids)["content"] == prompt
 
 
-def test_llama_cpp_stops_at_the_models_end_of_text(tmp_path, wanted, text):
+def test_llama_cpp_stops_at_the_models_end_of_text(tmp_path, servers, wanted, text):
     ids, expected = wanted[0]
     last = expected.index(expected[9])
     other = serve(convert(copy(TARGET, tmp_path / "m", eos_token_id=expected[9]), tmp_path / "m.gguf"))
