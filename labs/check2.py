@@ -3,7 +3,7 @@
 from collections import namedtuple
 
 import check2_texts
-from check import Finding, run, table
+from check import Finding, Stuck, run, table
 from check2_models import Partly, Scripted, chain, history, play, right
 
 HINTS = {  # number of a blank -> how to begin
@@ -62,8 +62,10 @@ def first_call(call, tokens, last, at, show):
             raise Finding(f"{said}: roll its cache back and feed what is new", show)
         return
     if drafts and kept == len(drafts) and call.seen == tokens[:-2] + tokens[-1:]:
-        said = f"the draft's cache is one token short {at}: after a full acceptance it was never fed its own last draft"
-        said += f", {tokens[-2]}, so two tokens are due"
+        said = (
+            f"the draft's cache is one token short after a full acceptance: all of its {kept} drafts were kept, but it "
+        )
+        said += f"was never fed the last of them, {tokens[-2]}. Two tokens are to be fed then"
     elif stale and call.seen[len(tokens) - 1 :][: len(stale)] == stale:
         said = f"{at}, the rows of rejected drafts are still in the draft's cache: {stale}"
     elif call.seen == tokens + tokens[-1:]:
@@ -103,6 +105,8 @@ def one_pass(lab):
         due, fed = [prompt[-1], *drafts], [id for call in calls for id in call.fed]
         if not calls:
             raise error or Finding("the target was not called")
+        if isinstance(error, Stuck):
+            raise error
         yours = ["you fed", *(call.fed for call in calls)]
         show = table([["the text", *prompt], ["drafts", *drafts], ["to feed", *due], yours])
         if len(calls) > 1:

@@ -1,7 +1,7 @@
 """The checks of Lab 3's judge: which drafts are kept how often, and what law the token behind them has."""
 
 import torch
-from check import Finding, table
+from check import Finding, place, table
 from check3_chance import law, numbers, outcomes, same
 
 # With these p/q, p and p - q are multiples of 1/20, as the checker's uniform() is: see check3_chance.py.
@@ -43,8 +43,15 @@ CHANCES = [
 
 def judged(lab, p, q, drafted, high=False):
     """[(probability, (n, token))], n an int."""
+    try:
+        results = outcomes(lab, lambda: lab.judge(p.clone(), q.clone(), list(drafted)), high)
+    except IndexError as error:
+        said = (
+            f"{place(lab, error)}: a row that is not there. Draft i was drawn from row i of q, which has a row for each"
+        )
+        raise Finding(f"{said} draft, so the draft's next row is another place; p has one more, the last") from None
     found = []
-    for probability, result in outcomes(lab, lambda: lab.judge(p.clone(), q.clone(), list(drafted)), high):
+    for probability, result in results:
         if not (isinstance(result, tuple) and len(result) == 2 and 0 <= int(result[0]) <= len(drafted)):
             raise Finding(f"judge must return (n, id), n from 0 to {len(drafted)}, and returned {result!r:.60}")
         found.append((probability, (int(result[0]), result[1])))
@@ -151,10 +158,9 @@ def replacing(lab):
             if not same(yours, due, 1e-5):
                 known = [said for said, rule in mistakes if all(same(f[2], rule(f[0], f[1])) for f in found)]
                 where = "the bonus token" if d is None else f"the token in place of draft {n}, which was {d} and fell"
-                if d is not None:
-                    where += f": p is {P[n].tolist()!s:.30}, q {Q[n].tolist()!s:.30}"
+                rows = [numbers("p", P[n]), *([] if d is None else [numbers("q", Q[n])])]
                 said = known[0] if known else "the token behind the kept drafts has not the law that is due"
-                raise Finding(said, [where, *table([numbers("due", due), numbers("yours", yours)])])
+                raise Finding(said, [where, *table([*rows, numbers("due", due), numbers("yours", yours)])])
 
 
 def nothing_left(lab):

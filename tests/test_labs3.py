@@ -8,15 +8,29 @@ import torch
 import speculative
 from broken import broken
 from test_labs import ROOT, filled, finding, mutant
-from toys import Toy
 
 sys.path.insert(0, str(ROOT / "labs"))
 import check3
 import check3_histogram
+from check2_models import Tokens
+
+
+class Rows:
+    """A model of Lab 3, a function of the text, as a model of speculative.py."""
+
+    new_cache = Tokens
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, ids, cache, last):
+        cache.tokens += ids.tolist()
+        return self.function(cache.tokens)[None]
+
 
 RIGHT3 = {  # what the library does, in the places of the blanks. Its dice are those of the lab: see below
     1: "return module.warp(logits[None], temperature, top_k, 1.0)[0]",
-    2: "drafter = module.DraftModel(Toy(lambda seen: draft(seen).tolist()), 99, temperature, top_k)\n"
+    2: "drafter = module.DraftModel(Rows(draft), 99, temperature, top_k)\n"
     "drafted, q = drafter.propose(list(text), gamma)\n"
     "return drafted.tolist(), q",
     3: "n, token = module.rejection(p, q, torch.tensor(drafted), None)\nreturn n.item(), token.item()",
@@ -87,7 +101,7 @@ WRONG3 = {  # what is wrong: how many checks pass, the lines of speculative.py t
         "p without the rejected draft",
     ),
     "replacement from the next row": (3, [(LEFT, f"residual = p[n] if {BONUS} else p[n + 1]")], "next row of p"),
-    "residual with q's next row": (3, [(LEFT, "residual = (p[n] - q[(n + 1).clamp(max=len(drafted) - 1)]).clamp(min=0)")],
+    "residual with the next q": (3, [(LEFT, "residual = (p[n] - q[(n + 1).clamp(max=len(drafted) - 1)]).clamp(min=0)")],
                                    "the residual uses the draft's next row"),
     "bonus from q": (3, [(LEFT, LEFT + f"\n    residual = q[n - 1] if {BONUS} else residual")], "is drawn from q"),
     "bonus from the last draft's row": (
@@ -121,7 +135,7 @@ def lab3(tmp_path, module=speculative, blanks=RIGHT3):
     """Lab 3 with the library in its blanks, whose dice are the lab's."""
     module = mutant() if module is speculative else module  # a copy: its dice are replaced
     lab = filled(tmp_path, "lab3", blanks, module)
-    lab.Toy = Toy
+    lab.Rows = Rows
     module.draw = lambda probs, generator: torch.tensor([lab.draw(row) for row in probs])
     return lab
 
