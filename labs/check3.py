@@ -137,9 +137,9 @@ def exact(lab):
 CHECKS = {
     "1 warp": (1, warping),
     "2 propose": (2, proposing),
-    "3 judge: keep": (3, check3_rule.keeping),
-    "3 judge: replace": (3, check3_rule.replacing),
-    "3 judge: p = q": (3, check3_rule.nothing_left),
+    "3 judge (keep)": (3, check3_rule.keeping),
+    "3 judge (replace)": (3, check3_rule.replacing),
+    "3 judge (p = q)": (3, check3_rule.nothing_left),
     "4 one round": (4, rounds),
     "the law": (0, exact),
     "the histogram": (0, check3_histogram.compare),

@@ -10,22 +10,21 @@ Q = torch.tensor([[0.25, 0.2, 0.3, 0.25], [0.4, 0.25, 0.2, 0.15]])
 DRAFTS = [[0, 2], [1, 0], [2, 1], [3, 3], [2, 0], [3, 1], [0, 0], [0, 1], [0, 3]]
 
 
-def keep_law(chances):
-    """The law of how many drafts are kept, from the chance of each."""
-    a, b = (*chances, 0.0)[:2]
-    return torch.tensor([1 - a, a * (1 - b), a * b][: len(chances) + 1])
+def keep_law(a, b):
+    """The law of how many of two drafts are kept, a and b the chance of each."""
+    return torch.tensor([1 - a, a * (1 - b), a * b])
 
 
-# What a rule with this mistake keeps draft i with, d its id. (p and q are P and Q. A last row has no next one.)
 def right_chance(i, d):
     return min(1.0, (P[i, d] / Q[i, d]).item())
 
 
+# Mistakes, and with which chance they keep draft i, d its id.
 CHANCES = [
     ("the ratio is upside down: p/q, and not q/p", lambda i, d: min(1.0, (Q[i, d] / P[i, d]).item())),
     ("the comparison is the wrong way round: keep where uniform() is below min(1, p/q)",
      lambda i, d: 1 - right_chance(i, d)),
-    ("kept with chance p: what matters is p/q, how much more likely the draft made it than it should be",
+    ("kept with chance p: it must be p/q, which says how much too often q draws it",
      lambda i, d: P[i, d].item()),
     ("kept where p is at least q, and else never: keep it with probability p/q then",
      lambda i, d: float(P[i, d] >= Q[i, d])),
@@ -47,9 +46,9 @@ def judged(lab, p, q, drafted, high=False):
         results = outcomes(lab, lambda: lab.judge(p.clone(), q.clone(), list(drafted)), high)
     except IndexError as error:
         said = (
-            f"{place(lab, error)}: a row that is not there. Draft i was drawn from row i of q, which has a row for each"
+            f"{place(lab, error)}: {error}. Draft i was drawn from row i of q, not from the draft's next row: q has k"
         )
-        raise Finding(f"{said} draft, so the draft's next row is another place; p has one more, the last") from None
+        raise Finding(f"{said} rows, and p k + 1, the last for the bonus") from None
     found = []
     for probability, result in results:
         if not (isinstance(result, tuple) and len(result) == 2 and 0 <= int(result[0]) <= len(drafted)):
@@ -64,7 +63,7 @@ def keeping(lab):
     for drafted in DRAFTS:
         outcome = judged(lab, P, Q, drafted)
         found[tuple(drafted)] = law([(probability, n) for probability, (n, _) in outcome], 3)
-    due = {(a, b): keep_law([right_chance(0, a), right_chance(1, b)]) for a, b in found}
+    due = {(a, b): keep_law(right_chance(0, a), right_chance(1, b)) for a, b in found}
     wrong = [ids for ids in found if not same(found[ids], due[ids], 1e-5)]
     if not wrong:
         return
@@ -74,7 +73,7 @@ def keeping(lab):
     for who, row in (("due", due[a, b]), ("yours", found[a, b])):
         show.append(f"{who:<10}" + "".join(f"{x:7.3f}" for x in row.tolist()))
     for said, rule in CHANCES:
-        if all(same(found[a, b], keep_law([rule(0, a), rule(1, b)])) for a, b in found):
+        if all(same(found[a, b], keep_law(rule(0, a), rule(1, b))) for a, b in found):
             raise Finding(said, show)
     if all(same(found[a, b], behind(a, b)) for a, b in found):
         raise Finding("drafts behind a rejected one are kept: stop at the first that falls", show)

@@ -142,6 +142,7 @@ def lab3(tmp_path, module=speculative, blanks=RIGHT3):
 
 def test_lab3_passes_the_right_code(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(check3_histogram, "COUNT", 600)
+    monkeypatch.setattr(check3_histogram, "TOP_K", 3)  # fewer texts to compute
     assert check3.main(lab3(tmp_path)) == 0
     shown = capsys.readouterr().out
     assert shown.count("ok  ") == len(check3.CHECKS) and "chi-square" in shown and "test_lossless.py" in shown
@@ -178,6 +179,11 @@ def test_lab3_sees_no_other_dice(tmp_path, capsys):
     assert "must come from uniform() and draw()" in finding(check3, lab3(tmp_path, blanks=blanks), capsys)[1]
 
 
+def test_lab3_names_a_row_too_far(tmp_path, capsys):
+    blanks = RIGHT3 | {3: "kept = uniform() < p[len(q) - 1, drafted[-1]] / q[len(q), drafted[-1]]"}
+    assert "not from the draft's next row" in finding(check3, lab3(tmp_path, blanks=blanks), capsys)[1]
+
+
 def test_lab3_one_blank_after_the_other(tmp_path, capsys):
     for blanks, passed in enumerate((0, 1, 2, 5)):
         some = {i: RIGHT3[i] for i in range(1, blanks + 1)}
@@ -190,6 +196,7 @@ def test_lab3_one_blank_after_the_other(tmp_path, capsys):
 def test_the_histogram_is_refused_if_it_is_another(tmp_path, monkeypatch):
     """The rule is right when the checks look, and resamples from p when the histogram is drawn."""
     monkeypatch.setattr(check3_histogram, "COUNT", 1500)
+    monkeypatch.setattr(check3_histogram, "TOP_K", 3)
     with pytest.raises(check3.Finding, match="the histogram is not the target's"):
         check3_histogram.compare(lab3(tmp_path, broken("resample from p")))
 
