@@ -11,7 +11,7 @@ import torch
 
 import bench
 import folders
-from measure import costs, machine, showdown, table, verify
+from measure import costs, showdown, table
 from measure.costs import Costs
 from measure.showdown import Mode
 from speculative import DraftModel, Round, speculative_decode
@@ -241,43 +241,6 @@ def test_why_it_loses(c, v, kept, word):
     assert f"takes the time of {seconds:.2f}" in said and sum(parts) == pytest.approx(seconds, abs=0.02)
     assert "launch" not in said
     assert ("20 %" in table.why(row, known, 0.2)) == ("launch-bound" in table.why(row, known, 0.2)) == (v < 2.5)
-
-
-def test_verify(capsys, monkeypatch):
-    """The table, on a clock that takes 1 ms a pass and a tenth more for each row."""
-    clock = [0.0]
-
-    class Slow(Toy):
-        def __call__(self, ids, cache, last):
-            clock[0] += 0.001 * (1 + 0.1 * (len(ids) - 1))
-            return super().__call__(ids, cache, last)
-
-    monkeypatch.setattr(verify, "now", lambda device: clock[0])
-    monkeypatch.setattr(verify, "read_bandwidth", lambda device: 10.0)
-    monkeypatch.setattr(verify.memory, "read", lambda *_: 8e6)
-    model = Slow(lambda seen: [0.0])
-    model.config, model.device = counting().config, torch.device("cpu")
-    rows, names, about = verify.report(model, options(repeat=3))
-    assert [row["n"] for row in rows] == [*range(1, 33)]
-    assert [row["ratio"] for row in rows] == pytest.approx([1 + 0.1 * n for n in range(32)])
-    assert [row["milliseconds"] for row in rows[:2]] == pytest.approx([1.0, 1.1])
-    assert (names, about) == ({"bytes": 8e6, "context": 128, "repeat": 3}, {"bandwidth": 10.0})
-    shown = capsys.readouterr().out
-    assert "8 MB" in shown and "8.0 GB/s" in shown and "up to 3" in shown and "1.30 times" in shown and "1.70" in shown
-
-
-def test_verify_needs_no_draft(pair, tmp_path, capsys):
-    file = tmp_path / "verify.json"
-    bench.main(["verify", *pair[:2], "--device", "cpu", "--repeat", "1", "--json", str(file)])
-    written = json.loads(file.read_text())
-    assert len(written["rows"]) == 32 and written["machine"]["bandwidth"] > 0
-    assert written["pair"]["command"] == "verify" and "GB/s" in capsys.readouterr().out
-
-
-def test_a_vector_is_read_as_fast_as_it_can_be(monkeypatch):
-    times = iter(i * 0.5 for i in range(100))
-    monkeypatch.setattr(machine, "now", lambda device: next(times))
-    assert machine.read_bandwidth("cpu", repeat=2) == pytest.approx(10 * 2**28 / 0.5 / 1e9)
 
 
 def test_watch_decides_gamma_itself(pair, capsys):
