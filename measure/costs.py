@@ -66,7 +66,7 @@ class Costs:
         return [seconds / self.verify[0] for seconds in self.verify]
 
 
-def measure(pair, ids, gammas, sampling, turns=3):
+def measure(pair, ids, gammas, sampling, turns=5):
     """The Costs of rounds that draft 0, 1, 2, ... tokens behind ids, as medians. Those of `gammas`, which begin with 0
     and grow, are timed, three rounds of each in turn; between them lies a straight line."""
     (target, draft), most = pair, gammas[-1]

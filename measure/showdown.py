@@ -16,7 +16,7 @@ from variants.prompt_lookup import Hybrid, PromptLookup
 WAYS = ["best", "auto", "lookup", "hybrid"]  # beside plain decoding, if --gamma does not say otherwise
 MOST = 10  # drafts a round, where --gamma gives no number: a copied text is kept for longer than a guessed one
 TURN = 0.25  # seconds that a mode decodes before the next has its turn; what slows a machine down mostly lasts longer
-ENOUGH = 80  # seconds: without --repeat all is decoded as often as fits in here, once to three times
+ENOUGH = 60  # seconds: without --repeat all is decoded as often as fits in here, once to three times
 
 # gamma: the most that a round may draft. drafter: makes one for (ids of a prompt, sampling options), None for none.
 Mode = namedtuple("Mode", "name gamma drafter")
@@ -108,7 +108,7 @@ def plan(target, asked, ways, gammas, args):
     # As if no mode were faster than plain decoding, a pass read 8 tokens of a prompt, and a draft step were half a one.
     once = minutes * (len(prompts) * args.max_new_tokens + sum(map(len, prompts)) / 8)  # for each mode
     repeat = args.repeat or min(3, max(1, int(ENOUGH / 60 / once / (1 + len(ways)))))
-    minutes = minutes * 9 * len(asked) * sum(1.5 + 0.6 * k for k in gammas) + once + once * repeat * (1 + len(ways))
+    minutes = minutes * 15 * len(asked) * sum(1.5 + 0.6 * k for k in gammas) + once + once * repeat * (1 + len(ways))
     print(f"{len(prompts)} prompts in {1 + len(ways)} modes, {repeat}x: {minutes:.1f} minutes at most")
     return repeat
 
