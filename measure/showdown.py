@@ -100,11 +100,12 @@ def look_ahead(pair, prompts, known, args, done):
 def plan(target, asked, ways, gammas, args):
     """Print how long all will take, from a few passes. Returns how often to repeat it."""
     cache, seconds, prompts = target.new_cache(8), [], [ids for some in asked.values() for ids in some]
-    for _ in range(8):
+    while len(seconds) < 8 or sum(seconds) < 0.5:  # the first are slow
         start = now(target.device)
         target(torch.zeros(1, dtype=torch.long), cache, last=1)
         seconds.append(now(target.device) - start)
-    minutes = statistics.median(seconds[3:]) / 60  # of a pass; the first are slow
+        cache.rollback(0)
+    minutes = statistics.median(seconds[len(seconds) // 2 :]) / 60  # of a pass
     # As if no mode were faster than plain decoding, a pass read 8 tokens of a prompt, and a draft step were half a one.
     once = minutes * (len(prompts) * args.max_new_tokens + sum(map(len, prompts)) / 8)  # for each mode
     repeat = args.repeat or min(3, max(1, int(ENOUGH / 60 / once / (1 + len(ways)))))
