@@ -47,7 +47,7 @@ def show_bytes():
     print(f"MB that a token behind {CONTEXT} others reads: layers, head and cache\n")
     read = {}
     for way, (bits, device) in memory.WAYS.items():
-        read[way] = [memory.read(c, bits, device, CONTEXT) for c in (target, draft)]
+        read[way] = [memory.reads(c, bits, device, CONTEXT) for c in (target, draft)]
         print(f"{way:<14}target {read[way][0] / 1e6:>7,.0f}   draft {read[way][1] / 1e6:>6,.0f}")
     (t4, d4), (t16, d16) = read["4 bits, GPU"], read["16 bits, GPU"]
     print("\nc by bytes, on a GPU: a draft step over a target step")

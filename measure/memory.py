@@ -46,8 +46,14 @@ def model(c, bits, device, head_bits=4):
     return layers, head + embedding
 
 
+def reads(c, bits, device, context):
+    """Bytes that a token behind `context` others reads: the layers, the head, and the cache. c: the Config."""
+    rows = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * context * width(bits, device)
+    return model(c, bits, device)[0] + matrix(c.vocab_size, c.hidden_size, bits, device) + rows
+
+
 def read(loaded, context):
-    """Bytes that a token behind `context` others reads of a loaded model: the layers, the head, and the cache."""
+    """As `reads`, of a loaded model, whose head and kernels may be others than such a device has as a rule."""
     c, sizes = loaded.config, []
     for layer in (loaded.layers[0].qkv, loaded.head):
         bits = 8 * loaded.dtype.itemsize if type(layer) is Linear else 4

@@ -35,7 +35,7 @@ WRONG = {  # what the diagnosis must say -> the lines of measure/verify.py: righ
     "31 lists": [("    return seconds\n", "    return seconds[1:]\n")],
     "returns NoneType": [("    return seconds\n", "    pass\n")],
     "is for 2": [("    return seconds\n", "    return seconds[1:] + seconds[:1]\n")],
-    "measure() stops in line 24: ValueError": [("new_cache(context + MOST)", "new_cache(context - 1)")],
+    "measure() stops in line 25: ValueError": [("new_cache(context + MOST)", "new_cache(context - 1)")],
 }  # fmt: skip
 
 

@@ -216,7 +216,7 @@ def test_a_damaged_folder_is_one_line(tmp_path, capsys, name):  # B49, B51
     good, bad = folders.write(tmp_path / "good"), folders.write(tmp_path / "bad", shards=2)
     damage, message = DAMAGE[name]
     more = damage(tmp_path / "bad")
-    arguments = ["--device", "cpu", "--target", bad, "--draft", good, "--domain", "code", "--max-new-tokens", 6]
+    arguments = ["--device", "cpu", "--target", bad, "--draft", good, "--domain", "code", "--max-new-tokens", 16]
     said = refusal(capsys, *arguments)
     assert message in said and (name != "truncated shard" or more in said)
 
@@ -227,17 +227,17 @@ def test_a_damaged_folder_is_one_line(tmp_path, capsys, name):  # B49, B51
         (["--target", "/no/such/folder", "--draft", "GOOD"], "/no/such/folder: no such folder"),
         (["--target", "GOOD"], "--draft"),
         (["--target", "GOOD", "--draft", "OTHER"], "id 3 is"),  # B39
-        (["--gamma", "-1"], "--gamma: -1 is out of range"),
+        (["--gamma", "-1"], "'-1' is neither 1 to 64"),
         (["--top-p", "0"], "--top-p: 0 is out of range"),
         (["--temperature", "warm"], "--temperature: invalid float"),
         (["--domain", "sports"], "--domain: invalid choice: 'sports'"),
         (["--target", "GOOD", "--draft", "GOOD", "--device", "mps"], "--device mps"),
         (["--bits", "3"], "--bits: invalid choice: 3"),
         (["watch", "", "--target", "GOOD", "--draft", "GOOD"], "the prompt is empty"),
-        (["watch", "--target", "GOOD", "--draft", "GOOD"], "watch takes a prompt"),
-        (["showdown", "Hello", "--target", "GOOD", "--draft", "GOOD"], "the showdown none"),
+        (["watch", "--target", "GOOD", "--draft", "GOOD"], "watch takes one prompt"),
+        (["showdown", "Hello", "--target", "GOOD", "--draft", "GOOD"], "watch takes one prompt"),
         (["watch", "a\udc80", "--target", "GOOD", "--draft", "GOOD"], "surrogate"),
-        (["watch", "x" * 159, "--target", "GOOD", "--draft", "GOOD"], "fills the context of 256"),  # B76
+        (["watch", "x" * 159, "--target", "GOOD", "--draft", "GOOD"], "the context only 256"),  # B76
         (["--target", "GOOD", "--draft", "GOOD", "--max-new-tokens", "5"], "--max-new-tokens must be"),
         (["--seed", "99999999999999999999"], "--seed: 99999999999999999999 is out of range"),
         (["--target", "GOOD/model.safetensors", "--draft", "GOOD"], "no such folder"),
