@@ -66,32 +66,59 @@ class Costs:
         return [seconds / self.verify[0] for seconds in self.verify]
 
 
-def measure(pair, ids, gammas, sampling, turns=5):
-    """The Costs of rounds that draft 0, 1, 2, ... tokens behind ids, as medians. Those of `gammas`, which begin with 0
-    and grow, are timed, three rounds of each in turn; between them lies a straight line."""
-    (target, draft), most = pair, gammas[-1]
-    room = min(model.config.max_position_embeddings for model in pair) // (most + 1)  # rounds that fit
-    turns = min(turns, (room - 1) // 3)
-    if turns < 1:
-        raise ValueError(f"a context of {room * (most + 1)} tokens is too short to time rounds of {most} drafts")
-    limit = 3 * turns * (most + 1)
-    ids, vocab = ids[-(room * (most + 1) - limit) :], min(model.config.vocab_size for model in pair)
-    verify, going, seconds = Timed(target, target.device), {}, {k: [] for k in gammas}
-    for k in gammas:
-        drafter = Timed(DraftModel(draft, len(ids) + limit, vocab=vocab, **sampling), draft.device)
-        going[k] = drafter, speculative_decode(verify, drafter, ids, limit, k, **sampling)
-    for turn in tqdm(range(turns), "timing rounds", disable=None, leave=False):
-        for k, (drafter, rounds) in going.items():
-            for number in range(3):
-                drafter.seconds, verify.seconds, start = 0.0, 0.0, now(target.device)
-                next(rounds)
-                whole = now(target.device) - start
-                # The very first round reads the prompt, and the next is slow, as its shapes are new. The first of any
-                # turn finds in the caches of the CPU what another k needed.
-                if number > (turn == 0):
-                    seconds[k].append((drafter.seconds, verify.seconds, whole - drafter.seconds - verify.seconds))
-    medians = [[statistics.median(times[part] for times in seconds[k]) for k in gammas] for part in range(3)]
-    return Costs(*(np.interp(range(most + 1), gammas, part).tolist() for part in medians))
+WARM_UP = 2  # rounds: the first reads the prompt, and the next is slow, as its shapes are new
+
+
+class Timing:
+    """Times rounds that draft 0, 1, 2, ... tokens behind ids. Of each of `gammas`, which begin with 0 and grow, one a
+    turn, so that whatever else the machine does meanwhile is met by all. turns: the most there can be.
+    ValueError if the context has no room for one."""
+
+    def __init__(self, pair, ids, gammas, sampling, turns):
+        (target, draft), self.most = pair, gammas[-1]
+        room = min(model.config.max_position_embeddings for model in pair) // (self.most + 1)  # rounds that fit
+        self.left = min(turns, room - 1)
+        if self.left <= WARM_UP:
+            raise ValueError(f"a context of {room * (self.most + 1)} tokens is too short to time rounds of {self.most}")
+        limit = self.left * (self.most + 1)
+        ids, vocab = ids[-(room * (self.most + 1) - limit) :], min(model.config.vocab_size for model in pair)
+        self.verify, self.going, self.seconds = Timed(target, target.device), {}, {k: [] for k in gammas}
+        for k in gammas:
+            drafter = Timed(DraftModel(draft, len(ids) + limit, vocab=vocab, **sampling), draft.device)
+            self.going[k] = drafter, speculative_decode(self.verify, drafter, ids, limit, k, **sampling)
+
+    def turn(self):
+        """Time one more round of each, if there is room."""
+        self.left -= 1
+        if self.left < 0:
+            return
+        for number, k in enumerate(self.going):
+            self.time(k)
+            if number % 3 == 2:  # once more: in plain rounds all others are told
+                self.time(0)
+
+    def time(self, k):
+        drafter, rounds = self.going[k]
+        drafter.seconds, self.verify.seconds, start = 0.0, 0.0, now(drafter.device)
+        next(rounds)
+        other = now(drafter.device) - start - drafter.seconds - self.verify.seconds
+        self.seconds[k].append((drafter.seconds, self.verify.seconds, other))
+
+    def costs(self):
+        """The Costs so far: the mean of the faster half of the rounds, as what disturbs a machine only makes it slower.
+        Between those that were timed lies a straight line."""
+        fast = [sorted(times[WARM_UP:], key=sum)[: (len(times) - 1) // 2] for times in self.seconds.values()]
+        parts = [[statistics.fmean(times[part] for times in some) for some in fast] for part in range(3)]
+        return Costs(*(np.interp(range(self.most + 1), list(self.going), part).tolist() for part in parts))
+
+
+def measure(pair, ids, gammas, sampling, more=0):
+    """A Timing that has had 6 turns, or up to 12 in two seconds, behind its warm-up, and has room for so many more."""
+    timing, start = Timing(pair, ids, gammas, sampling, WARM_UP + 12 + more), now(pair[0].device)
+    for turn in tqdm(range(WARM_UP + 12), "timing rounds", disable=None, leave=False):
+        if turn < WARM_UP + 6 or now(pair[0].device) - start < 2:
+            timing.turn()
+    return timing
 
 
 def chances(pair, prompt, text, temperature=0.0, top_k=0, top_p=1.0, **_):

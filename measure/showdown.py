@@ -15,8 +15,8 @@ from variants.prompt_lookup import Hybrid, PromptLookup
 
 WAYS = ["best", "auto", "lookup", "hybrid"]  # beside plain decoding, if --gamma does not say otherwise
 MOST = 10  # drafts a round, where --gamma gives no number: a copied text is kept for longer than a guessed one
-TURN = 0.25  # seconds that a mode decodes before the next has its turn; what slows a machine down mostly lasts longer
-ENOUGH = 60  # seconds: without --repeat all is decoded as often as fits in here, once to three times
+TURN = 0.07  # seconds that a mode decodes before the next has its turn: what slows a machine down mostly lasts longer
+ENOUGH = 52  # seconds: without --repeat all is decoded as often as fits in here, once to three times
 
 # gamma: the most that a round may draft. drafter: makes one for (ids of a prompt, sampling options), None for none.
 Mode = namedtuple("Mode", "name gamma drafter")
@@ -86,32 +86,54 @@ def modes(pair, ways, known, args, best=4):
     return [Mode("plain", 0, None), *(others.get(way) or Mode("speculative", way, of_model) for way in ways)]
 
 
-def look_ahead(pair, prompts, known, args, done):
-    """The speed-up to expect of gamma 0, 1, 2, ... on these prompts. They are decoded once, with gamma 4, which also
-    warms up what is timed later. done: called after each."""
+def look_ahead(pair, prompts, args, done):
+    """How likely each draft is to be kept: for each prompt, the `chances` of its text. They are decoded once, with
+    gamma 4, which also warms up what is timed later. done: called after each."""
     found = []
     for ids in prompts:
-        (run,) = race(pair[0], modes(pair, [4], known, args)[1:], ids, args)
+        (run,) = race(pair[0], modes(pair, [4], None, args)[1:], ids, args)
         found.append(chances(pair, ids, run.ids, **options(pair[0], args)))
         done()
-    return curve(known, found, args.max_new_tokens)
+    return found
 
 
 def plan(target, asked, ways, gammas, args):
-    """Print how long all will take, from a few passes. Returns how often to repeat it."""
+    """Print how long all will take, from a few passes. Returns how many tokens make a turn."""
     cache, seconds, prompts = target.new_cache(8), [], [ids for some in asked.values() for ids in some]
     while len(seconds) < 8 or sum(seconds) < 0.5:  # the first are slow
         start = now(target.device)
         target(torch.zeros(1, dtype=torch.long), cache, last=1)
         seconds.append(now(target.device) - start)
         cache.rollback(0)
-    minutes = statistics.median(seconds[len(seconds) // 2 :]) / 60  # of a pass
+    one = statistics.median(seconds[len(seconds) // 2 :])  # pass
     # As if no mode were faster than plain decoding, a pass read 8 tokens of a prompt, and a draft step were half a one.
-    once = minutes * (len(prompts) * args.max_new_tokens + sum(map(len, prompts)) / 8)  # for each mode
-    repeat = args.repeat or min(3, max(1, int(ENOUGH / 60 / once / (1 + len(ways)))))
-    minutes = minutes * 15 * len(asked) * sum(1.5 + 0.6 * k for k in gammas) + once + once * repeat * (1 + len(ways))
-    print(f"{len(prompts)} prompts in {1 + len(ways)} modes, {repeat}x: {minutes:.1f} minutes at most")
-    return repeat
+    once = one * (len(prompts) * args.max_new_tokens + sum(map(len, prompts)) / 8)  # for each mode
+    rounds = one * 20 * len(asked) * sum(1.5 + 0.6 * k for k in gammas)
+    whole = rounds + once * (1 + (args.repeat or 1) * (1 + len(ways)))
+    often = f"{args.repeat}x" if args.repeat else "1 to 3x" if whole < ENOUGH else "1x"
+    whole = whole if args.repeat else max(whole, ENOUGH)
+    print(f"{len(prompts)} prompts in {1 + len(ways)} modes, {often}: {whole / 60:.1f} minutes at most")
+    return min(32, max(4, int(TURN / one)))
+
+
+def repeated(target, modes, prompts, args, turn, timing, end, bar):
+    """Race on each prompt, args.repeat times, or without that one to three times, as often as will be done at `end`.
+    Between the races `timing` has its turns. Returns the runs [mode][repeat][prompt]."""
+    runs, start = [[] for _ in modes], now(target.device)
+    while len(runs[0]) < (args.repeat or 3):
+        if runs[0] and not args.repeat:
+            one_more = (now(target.device) - start) / len(runs[0])
+            if now(target.device) + one_more > end:
+                break
+            bar.total += len(prompts) * len(modes)
+        for of_mode in runs:
+            of_mode.append([])
+        for ids in prompts:
+            for of_mode, run in zip(runs, race(target, modes, ids, args, turn), strict=True):
+                of_mode[-1].append(run)
+                bar.update()
+            timing.turn()
+    return runs
 
 
 def showdown(pair, asked, args):
@@ -119,24 +141,21 @@ def showdown(pair, asked, args):
     and what --json adds to "pair" and "machine"."""
     ways, rows, notes, known, most = args.gamma or WAYS, [], [], {}, read_bandwidth(pair[0].device)
     gammas = [*range(MOST + 1), *sorted({way for way in ways if way not in WAYS and way > MOST})]
-    repeat = plan(pair[0], asked, ways, gammas, args)
+    turn, start = plan(pair[0], asked, ways, gammas, args), now(pair[0].device)
     print(f"\n{table.HEADER}")
-    texts = sum(map(len, asked.values())) * (1 + repeat * (1 + len(ways)))
-    with tqdm(total=texts, desc="decoding", unit="text", disable=None, leave=False) as bar:
-        for domain, prompts in asked.items():
+    with tqdm(desc="decoding", unit="text", disable=None, leave=False) as bar:
+        bar.total = sum(map(len, asked.values())) * (1 + (args.repeat or 1) * (1 + len(ways)))
+        for number, (domain, prompts) in enumerate(asked.items(), 1):
             # Anew for each domain: its texts have a length of their own, and the machine changes its mood.
             middle = sorted(prompts, key=len)[len(prompts) // 2]
-            costs = known[domain] = measure(pair, middle, gammas, options(pair[0], args))
-            foreseen = look_ahead(pair, prompts, costs, args, bar.update)
+            timing = measure(pair, middle, gammas, options(pair[0], args), 3 * len(prompts))
+            found = look_ahead(pair, prompts, args, bar.update)
+            foreseen = curve(timing.costs(), found, args.max_new_tokens)
             best = max(1, foreseen.index(max(foreseen)))
-            racing = modes(pair, [best if way == "best" else way for way in ways], costs, args, best)
-            turn = min(32, max(4, int(TURN / costs.round(0))))  # after shorter ones, caches hold what others needed
-            runs = [[[] for _ in range(repeat)] for _ in racing]  # [mode][repeat][prompt]
-            for repetition in range(repeat):
-                for ids in prompts:
-                    for of_mode, run in zip(runs, race(pair[0], racing, ids, args, turn), strict=True):
-                        of_mode[repetition].append(run)
-                        bar.update()
+            racing = modes(pair, [best if way == "best" else way for way in ways], timing.costs(), args, best)
+            runs = repeated(pair[0], racing, prompts, args, turn, timing, start + ENOUGH * number / len(asked), bar)
+            costs = known[domain] = timing.costs()
+            foreseen = curve(costs, found, args.max_new_tokens)
             reach = memory.read(pair[0], len(middle)) / costs.verify[0] / 1e9 / most
             for way, mode, mine in zip(["plain", *ways], racing, runs, strict=True):
                 row = {"domain": domain, "way": way} | summary(mode, mine, runs[0], costs, foreseen)
@@ -149,8 +168,8 @@ def showdown(pair, asked, args):
                 more = {"predicted_by_gamma": foreseen, "costs": vars(costs), "reach": reach}
                 rows.append(row if mode.drafter else row | more)
                 bar.write(table.line(row))
-    print("\n".join([table.legend(repeat, turn), *notes, *table.verdict(rows, known)]))
-    return rows, {"repeat": repeat}, {"bandwidth": most}
+    print("\n".join([table.legend(rows, turn), *notes, *table.verdict(rows, known)]))
+    return rows, {}, {"bandwidth": most}
 
 
 def speed(runs):
@@ -192,6 +211,7 @@ def summary(mode, runs, plain, known, foreseen):
     a = accepted / max(accepted + sum(refused), 1)
     return {
         "mode": mode.name,
+        "repeat": len(runs),
         "gamma": mode.gamma,
         "tokens": tokens,
         "rounds": len(rounds),

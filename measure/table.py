@@ -2,14 +2,14 @@
 
 HEADER = "domain    mode        gamma   tok/s   speed-up      predicted  accept  tok/round  none  where time went  same"
 LEGEND = """
-gamma      the most drafts of a round. speculative: always so many; without --gamma as many as are predicted to be best,
-           but at least 1. auto: decided anew before each draft. lookup: copied from the text so far. hybrid: lookup,
-           and where it finds nothing the draft model, with as many as are predicted to be best
-tok/s      tokens a second. Reading the prompt is not part of it. {repeat}
+gamma      the most drafts of a round. speculative: always so many; without --gamma as many as were foreseen to be
+           best, but at least 1. auto: decided anew before each draft. lookup: copied from the text so far.
+           hybrid: lookup, and where it finds nothing the draft model, with as many as were foreseen to be best
+tok/s      tokens a second, reading the prompt not counted. {repeat}
 speed-up   tok/s over that of the plain row: same target, prompts and lengths, in turns of {turn} tokens
 predicted  tokens a round over what a round costs. How many: one pass of the draft over texts that were decoded before
-           tells what any gamma would have had accepted. What it costs: v(k + 1) + k c + the rest, timed before and
-           given below: c is a draft step, v(n) a pass of the target over n rows, both in such passes over one
+           tells what any gamma would have had accepted. What it costs: v(k + 1) + k c + the rest, timed in rounds apart
+           and given below: c is a draft step, v(n) a pass of the target over n rows, both in such passes over one
            Of auto, lookup and hybrid it takes the drafts, and the time to find them, from the run itself
 accept     the acceptance rate: accepted / drafted. tok/round also counts the token that the target adds itself
 none       of the rounds that drafted, those of which nothing was accepted
@@ -42,10 +42,11 @@ def line(row):
     ).rstrip()
 
 
-def legend(repeat, turn):
+def legend(rows, turn):
     """What the columns mean. turn: tokens."""
-    often = f"Of {repeat} runs the median, ± half the range" if repeat > 1 else "One run"
-    return LEGEND.format(repeat=often, turn=turn)
+    low, high = (best(row["repeat"] for row in rows) for best in (min, max))
+    often = f"Of {high if low == high else f'{low} to {high}'} runs the median, ± half the range"
+    return LEGEND.format(repeat=often if high > 1 else "One run", turn=turn)
 
 
 def verdict(rows, known):

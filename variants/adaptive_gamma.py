@@ -1,9 +1,10 @@
 """Choose gamma anew for each draft, 0 included, so that speculation never costs more than it brings by a few percent.
 
 One more draft is worth its price if the chance that it counts, all drafts before it being kept, is above its cost (a
-draft step and one more row for the target) times the tokens that the same time would bring otherwise. The chance is
-learned: how often drafts of about this confidence (the largest entry of q) were kept, of late. All of this is known
-before the draft is drawn, so it cannot favour one token over another, and the text keeps its distribution.
+draft step and one more row for the target) times the tokens that the same time would bring otherwise; or if all this is
+so of it and some behind it together, as the first draft of a round is the dearest. The chance is learned: how often
+drafts of about this confidence (the largest entry of q) were kept, of late. All of this is known before the draft is
+drawn, so it cannot favour one token over another, and the text keeps its distribution.
 
 Where drafts do not pay, only now and then one is tried, from a purse: 1 % of the tokens so far and a small loan. So
 on a text where every draft is wrong it loses that and no more, if c and v(n) are right. It gains where drafts become
@@ -54,7 +55,7 @@ class AdaptiveDraft(DraftModel):
         self.length, self.bins, self.cost, self.trial = len(tokens), [], 1.0, False  # of this round, in target steps
         # After rounds without a draft several tokens must be fed. Reading the prompt is no decoding, and not counted.
         step = self.first * (1 if self.spent is None else self.rows(len(tokens) - self.cache.length))
-        while len(drafted) < most and self.worth(chance * self.chance(5), len(drafted), step):
+        while len(drafted) < most and self.worth(chance, len(drafted), step, most):
             if fed is None:  # not before it is wanted: a round without drafts should cost nothing
                 missing = tokens[self.cache.length :]
                 if self.vocab and max(missing) >= self.vocab:
@@ -76,13 +77,17 @@ class AdaptiveDraft(DraftModel):
         """What a pass over n rows costs, also beyond v. The draft's is taken to grow as the target's does."""
         return self.v[min(n, len(self.v)) - 1] * max(1, n / len(self.v))
 
-    def worth(self, chance, k, step):
-        """Draft one more token, behind k of this round, for a draft step of that cost?"""
+    def worth(self, chance, k, step, most):
+        """Draft one more token, behind k of this round that are kept by this chance, for a draft step of that cost?"""
         price = step + self.v[k + 1] - self.v[k]
         rate = max(1.0, self.emitted / self.spent) if self.spent else 1.0  # tokens that a target step brings, so far
         lost = (self.spent or 0) + self.cost + price + self.v[k] - 1 - (self.emitted + 1)  # if no draft were kept
         purse = LOAN * (k == 0) + SHARE * self.emitted  # the loan buys single drafts, more of them only what was won
-        pays = chance > rate * price
+        gain, pays = 0.0, False  # the first draft is the dearest: maybe it pays with others behind it
+        for i in range(k, most):
+            chance *= self.chance(5)
+            gain += chance - rate * ((step if i == k else self.c) + self.v[i + 1] - self.v[i])
+            pays |= gain > 0
         self.trial |= k == 0 and not pays
         ever = self.first + self.v[1] - self.v[0] < 0.9  # would it pay, were it always right?
         may_try = k == 0 and ever and self.tried + price <= purse
