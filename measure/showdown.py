@@ -15,7 +15,7 @@ from variants.prompt_lookup import Hybrid, PromptLookup
 
 WAYS = ["best", "auto", "lookup", "hybrid"]  # beside plain decoding, if --gamma does not say otherwise
 MOST = 10  # drafts a round, where --gamma gives no number: a copied text is kept for longer than a guessed one
-TURN = 0.07  # seconds that a mode decodes before the next has its turn: what slows a machine down mostly lasts longer
+TURN = 4  # tokens that a mode decodes before the next has its turn: what slows a machine down mostly lasts longer
 ENOUGH = 52  # seconds: without --repeat all is decoded as often as fits in here, once to three times
 
 # gamma: the most that a round may draft. drafter: makes one for (ids of a prompt, sampling options), None for none.
@@ -53,11 +53,11 @@ def options(target, args):
     return {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "generator": generator}
 
 
-def race(target, modes, ids, args, turn=32):
+def race(target, modes, ids, args):
     """Decode one prompt in each mode. They take turns, so many tokens at a time, so that whatever else the machine does
     meanwhile is met by all. Returns a Run for each."""
     runs = [Run(target, mode, ids, args) for mode in modes]
-    for length in range(turn, args.max_new_tokens + turn, turn):
+    for length in range(TURN, args.max_new_tokens + TURN, TURN):
         for run in runs:
             run.go_on(length)
     for run in runs:  # what has been counted stays, the caches go
@@ -98,14 +98,14 @@ def look_ahead(pair, prompts, args, done):
 
 
 def plan(target, asked, ways, gammas, args):
-    """Print how long all will take, from a few passes. Returns how many tokens make a turn."""
+    """Print how long all will take, from a few passes."""
     cache, seconds, prompts = target.new_cache(8), [], [ids for some in asked.values() for ids in some]
     while len(seconds) < 8 or sum(seconds) < 0.5:  # the first are slow
         start = now(target.device)
         target(torch.zeros(1, dtype=torch.long), cache, last=1)
         seconds.append(now(target.device) - start)
         cache.rollback(0)
-    one = statistics.median(seconds[len(seconds) // 2 :])  # pass
+    one = statistics.median(seconds[len(seconds) // 2 :])
     # As if no mode were faster than plain decoding, a pass read 8 tokens of a prompt, and a draft step were half a one.
     once = one * (len(prompts) * args.max_new_tokens + sum(map(len, prompts)) / 8)  # for each mode
     rounds = one * 20 * len(asked) * sum(1.5 + 0.6 * k for k in gammas)
@@ -113,10 +113,9 @@ def plan(target, asked, ways, gammas, args):
     often = f"{args.repeat}x" if args.repeat else "1 to 3x" if whole < ENOUGH else "1x"
     whole = whole if args.repeat else max(whole, ENOUGH)
     print(f"{len(prompts)} prompts in {1 + len(ways)} modes, {often}: {whole / 60:.1f} minutes at most")
-    return min(32, max(4, int(TURN / one)))
 
 
-def repeated(target, modes, prompts, args, turn, timing, end, bar):
+def repeated(target, modes, prompts, args, timing, end, bar):
     """Race on each prompt, args.repeat times, or without that one to three times, as often as will be done at `end`.
     Between the races `timing` has its turns. Returns the runs [mode][repeat][prompt]."""
     runs, start = [[] for _ in modes], now(target.device)
@@ -129,7 +128,7 @@ def repeated(target, modes, prompts, args, turn, timing, end, bar):
         for of_mode in runs:
             of_mode.append([])
         for ids in prompts:
-            for of_mode, run in zip(runs, race(target, modes, ids, args, turn), strict=True):
+            for of_mode, run in zip(runs, race(target, modes, ids, args), strict=True):
                 of_mode[-1].append(run)
                 bar.update()
             timing.turn()
@@ -141,7 +140,8 @@ def showdown(pair, asked, args):
     and what --json adds to "pair" and "machine"."""
     ways, rows, notes, known, most = args.gamma or WAYS, [], [], {}, read_bandwidth(pair[0].device)
     gammas = [*range(MOST + 1), *sorted({way for way in ways if way not in WAYS and way > MOST})]
-    turn, start = plan(pair[0], asked, ways, gammas, args), now(pair[0].device)
+    plan(pair[0], asked, ways, gammas, args)
+    start = now(pair[0].device)
     print(f"\n{table.HEADER}")
     with tqdm(desc="decoding", unit="text", disable=None, leave=False) as bar:
         bar.total = sum(map(len, asked.values())) * (1 + (args.repeat or 1) * (1 + len(ways)))
@@ -153,7 +153,7 @@ def showdown(pair, asked, args):
             foreseen = curve(timing.costs(), found, args.max_new_tokens)
             best = max(1, foreseen.index(max(foreseen)))
             racing = modes(pair, [best if way == "best" else way for way in ways], timing.costs(), args, best)
-            runs = repeated(pair[0], racing, prompts, args, turn, timing, start + ENOUGH * number / len(asked), bar)
+            runs = repeated(pair[0], racing, prompts, args, timing, start + ENOUGH * number / len(asked), bar)
             costs = known[domain] = timing.costs()
             foreseen = curve(costs, found, args.max_new_tokens)
             reach = memory.read(pair[0], len(middle)) / costs.verify[0] / 1e9 / most
@@ -168,7 +168,7 @@ def showdown(pair, asked, args):
                 more = {"predicted_by_gamma": foreseen, "costs": vars(costs), "reach": reach}
                 rows.append(row if mode.drafter else row | more)
                 bar.write(table.line(row))
-    print("\n".join([table.legend(rows, turn), *notes, *table.verdict(rows, known)]))
+    print("\n".join([table.legend(rows, TURN), *notes, *table.verdict(rows, known)]))
     return rows, {}, {"bandwidth": most}
 
 
