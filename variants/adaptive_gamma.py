@@ -6,10 +6,10 @@ so of it and some behind it together, as the first draft of a round is the deare
 drafts of about this confidence (the largest entry of q) were kept, of late. All of this is known before the draft is
 drawn, so it cannot favour one token over another, and the text keeps its distribution.
 
-Where drafts do not pay, only now and then one is tried, from a purse: 1 % of the tokens so far and a small loan. So
+Where drafts do not pay, only now and then one is tried, from a purse: 0.7 % of the tokens so far and a small loan. So
 on a text where every draft is wrong it loses that and no more, if c and v(n) are right. It gains where drafts become
 worse within a text. Where they become better it mostly misses it: the draft has to read what it slept through, and with
-1 % that can be paid only where c is small. With a draft that is always as good, the best fixed gamma does as well.
+0.7 % that can be paid only where c is small. With a draft that is always as good, the best fixed gamma does as well.
 SpecDec++ (Huang et al. 2024, arXiv 2405.19715) derives such a threshold, and learns the chance with a network.
 
     speculative_decode(target, AdaptiveDraft(draft, 500, c, v), prompt, 200, gamma=8)      8 is the most it may draft
@@ -20,7 +20,7 @@ import torch
 import speculative
 from speculative import DraftModel, warp
 
-LOAN, SHARE = 1.2, 0.01  # what may be lost, in target steps: at the start, and with each token. 2.9 % of 64 tokens
+LOAN, SHARE = 1.4, 0.007  # what may be lost, in target steps: at the start, and with each token. 2.9 % of 64 tokens
 FORGET = 0.95  # what an observation is worth after the next: some 20 drafts count
 PRIOR = 4  # drafts that the guess to begin with is worth
 
