@@ -70,54 +70,53 @@ WARM_UP = 2  # rounds: the first reads the prompt, and the next is slow, as its 
 
 
 class Timing:
-    """Times rounds that draft 0, 1, 2, ... tokens behind ids. Of each of `gammas`, which begin with 0 and grow, one a
+    """Times rounds that draft 0, 1, 2, ... tokens behind ids: of each of `gammas`, which begin with 0 and grow, one a
     turn, so that whatever else the machine does meanwhile is met by all. turns: the most there can be.
     ValueError if the context has no room for one."""
 
     def __init__(self, pair, ids, gammas, sampling, turns):
         (target, draft), self.most = pair, gammas[-1]
         room = min(model.config.max_position_embeddings for model in pair) // (self.most + 1)  # rounds that fit
-        self.left = min(turns, room - 1)
-        if self.left <= WARM_UP:
+        turns = min(turns, room - 1)
+        if turns <= WARM_UP:
             raise ValueError(f"a context of {room * (self.most + 1)} tokens is too short to time rounds of {self.most}")
-        limit = self.left * (self.most + 1)
+        limit = turns * (self.most + 1)
         ids, vocab = ids[-(room * (self.most + 1) - limit) :], min(model.config.vocab_size for model in pair)
         self.verify, self.going, self.seconds = Timed(target, target.device), {}, {k: [] for k in gammas}
         for k in gammas:
             drafter = Timed(DraftModel(draft, len(ids) + limit, vocab=vocab, **sampling), draft.device)
             self.going[k] = drafter, speculative_decode(self.verify, drafter, ids, limit, k, **sampling)
+        # A turn. Plain rounds come more often: in these all others are told.
+        self.turn = [k for i, gamma in enumerate(gammas) for k in ([gamma, 0] if i % 3 == 2 else [gamma])]
+        self.coming = iter(self.turn * turns)
 
-    def turn(self):
-        """Time one more round of each, if there is room."""
-        self.left -= 1
-        if self.left < 0:
+    def step(self):
+        """Time the next round, if there is room."""
+        if (k := next(self.coming, None)) is None:
             return
-        for number, k in enumerate(self.going):
-            self.time(k)
-            if number % 3 == 2:  # once more: in plain rounds all others are told
-                self.time(0)
-
-    def time(self, k):
         drafter, rounds = self.going[k]
         drafter.seconds, self.verify.seconds, start = 0.0, 0.0, now(drafter.device)
         next(rounds)
         other = now(drafter.device) - start - drafter.seconds - self.verify.seconds
         self.seconds[k].append((drafter.seconds, self.verify.seconds, other))
 
-    def costs(self):
-        """The Costs so far: the mean of the faster half of the rounds, as what disturbs a machine only makes it slower.
-        Between those that were timed lies a straight line."""
-        fast = [sorted(times[WARM_UP:], key=sum)[: (len(times) - 1) // 2] for times in self.seconds.values()]
-        parts = [[statistics.fmean(times[part] for times in some) for some in fast] for part in range(3)]
+    def costs(self, share=1.0):
+        """The Costs so far, as means, of so large a share of the rounds, the fastest. Half of them is steadier, since
+        what disturbs a machine only makes it slower; but what happens at the same time meets the mean of all.
+        Between gammas lies a straight line."""
+        some = [sorted(times[WARM_UP:], key=sum) for times in self.seconds.values()]
+        some = [times[: max(1, round(share * len(times)))] for times in some]
+        parts = [[statistics.fmean(time[part] for time in times) for times in some] for part in range(3)]
         return Costs(*(np.interp(range(self.most + 1), list(self.going), part).tolist() for part in parts))
 
 
 def measure(pair, ids, gammas, sampling, more=0):
-    """A Timing that has had 6 turns, or up to 12 in two seconds, behind its warm-up, and has room for so many more."""
+    """A Timing that has had 4 turns, or up to 12 in two seconds, behind its warm-up, and has room for so many more."""
     timing, start = Timing(pair, ids, gammas, sampling, WARM_UP + 12 + more), now(pair[0].device)
     for turn in tqdm(range(WARM_UP + 12), "timing rounds", disable=None, leave=False):
-        if turn < WARM_UP + 6 or now(pair[0].device) - start < 2:
-            timing.turn()
+        if turn < WARM_UP + 4 or now(pair[0].device) - start < 2:
+            for _ in timing.turn:
+                timing.step()
     return timing
 
 

@@ -18,6 +18,14 @@ WAYS = {"4 bits, GPU": (4, "cuda"), "16 bits, GPU": (16, "cuda"), "4 bits, CPU":
 WAYS["32 bits, CPU"] = (32, "cpu")  # 4 bits on a GPU: of compute capability 8.0 or newer
 FRAMEWORK = {"cuda": 500e6, "cpu": 300e6}  # about: a CUDA context and its libraries; Python with torch
 LAPTOP = 6e9  # bytes of GPU memory
+LEGEND = """
+layers               weights of attention and MLP. 4 bits are 5 with scale and offset on a GPU; on a CPU a byte each
+head and embedding   often one matrix. In 4 bits it is there twice: packed for the head's kernel, and to read rows from
+caches               keys and values of both models, for texts of --context tokens
+logits               of a round's gamma + 1 rows, and the distributions that judging makes of them
+a prompt in passing  the largest that 512 of its tokens need on their way through a layer, and their rotations
+framework            about what Python with torch takes, on a GPU CUDA's context and libraries
+"""
 
 
 def matrix(out, columns, bits, device):
@@ -94,7 +102,7 @@ def report(target, draft, gamma, args, device):
     print(f"target {target}\ndraft  {draft}\n\n{'in MB':<28}" + "".join(f"{way:>14}" for way in WAYS))
     for row in rows:
         print(f"{row['part']:<28}" + "".join(f"{row[way] / 1e6:>14,.0f}" for way in WAYS))
-    print()
+    print(LEGEND)
     places = [("A GPU of 6 GB", "cuda", LAPTOP), (f"What is free here ({device})", device, free_memory(device))]
     for place, kind, room in [place for place in places if place[2] is not None and place[1] != "mps"]:
         print(f"{place}, {room / 1e9:.1f} GB:")

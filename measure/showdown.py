@@ -16,7 +16,8 @@ from variants.prompt_lookup import Hybrid, PromptLookup
 WAYS = ["best", "auto", "lookup", "hybrid"]  # beside plain decoding, if --gamma does not say otherwise
 MOST = 10  # drafts a round, where --gamma gives no number: a copied text is kept for longer than a guessed one
 TURN = 4  # tokens that a mode decodes before the next has its turn: what slows a machine down mostly lasts longer
-ENOUGH = 52  # seconds: without --repeat all is decoded as often as fits in here, once to three times
+ENOUGH = 52  # seconds: without --repeat all is decoded as often as fits in here,
+REPEAT = 3  # but not more often than this
 
 # gamma: the most that a round may draft. drafter: makes one for (ids of a prompt, sampling options), None for none.
 Mode = namedtuple("Mode", "name gamma drafter")
@@ -53,13 +54,14 @@ def options(target, args):
     return {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "generator": generator}
 
 
-def race(target, modes, ids, args):
+def race(target, modes, ids, args, between=lambda: None):
     """Decode one prompt in each mode. They take turns, so many tokens at a time, so that whatever else the machine does
-    meanwhile is met by all. Returns a Run for each."""
+    meanwhile is met by all. between: called after each. Returns a Run for each."""
     runs = [Run(target, mode, ids, args) for mode in modes]
     for length in range(TURN, args.max_new_tokens + TURN, TURN):
         for run in runs:
             run.go_on(length)
+        between()
     for run in runs:  # what has been counted stays, the caches go
         run.coming.close()
         run.draft.inner = None
@@ -98,7 +100,7 @@ def look_ahead(pair, prompts, args, done):
 
 
 def plan(target, asked, ways, gammas, args):
-    """Print how long all will take, from a few passes."""
+    """Print how long all will take, from a few passes. Returns how often to repeat it, None for as often as fits."""
     cache, seconds, prompts = target.new_cache(8), [], [ids for some in asked.values() for ids in some]
     while len(seconds) < 8 or sum(seconds) < 0.5:  # the first are slow
         start = now(target.device)
@@ -108,68 +110,99 @@ def plan(target, asked, ways, gammas, args):
     one = statistics.median(seconds[len(seconds) // 2 :])
     # As if no mode were faster than plain decoding, a pass read 8 tokens of a prompt, and a draft step were half a one.
     once = one * (len(prompts) * args.max_new_tokens + sum(map(len, prompts)) / 8)  # for each mode
-    rounds = one * 20 * len(asked) * sum(1.5 + 0.6 * k for k in gammas)
+    rounds = one * 14 * len(asked) * sum(1.5 + 0.6 * k for k in gammas)
     whole = rounds + once * (1 + (args.repeat or 1) * (1 + len(ways)))
-    often = f"{args.repeat}x" if args.repeat else "1 to 3x" if whole < ENOUGH else "1x"
-    whole = whole if args.repeat else max(whole, ENOUGH)
-    print(f"{len(prompts)} prompts in {1 + len(ways)} modes, {often}: {whole / 60:.1f} minutes at most")
+    repeat = args.repeat or (None if whole < 2 * ENOUGH else 1)  # mostly it takes but half as long
+    often = f"{repeat or f'1 to {REPEAT}'}x: {(whole if repeat else max(whole, ENOUGH)) / 60:.1f} minutes at most"
+    print(f"{len(prompts)} prompts in {1 + len(ways)} modes, {often}")
+    return repeat
 
 
-def repeated(target, modes, prompts, args, timing, end, bar):
-    """Race on each prompt, args.repeat times, or without that one to three times, as often as will be done at `end`.
-    Between the races `timing` has its turns. Returns the runs [mode][repeat][prompt]."""
-    runs, start = [[] for _ in modes], now(target.device)
-    while len(runs[0]) < (args.repeat or 3):
-        if runs[0] and not args.repeat:
-            one_more = (now(target.device) - start) / len(runs[0])
-            if now(target.device) + one_more > end:
-                break
-            bar.total += len(prompts) * len(modes)
-        for of_mode in runs:
+class Contest:
+    """The prompts of a domain: what is known of them beforehand, and the runs [mode][repeat][prompt] on them."""
+
+    def __init__(self, pair, domain, prompts, ways, gammas, args, done):
+        self.pair, self.domain, self.prompts, self.args = pair, domain, prompts, args
+        # Anew for each domain: its texts have a length of their own, and the machine changes its mood.
+        self.middle = sorted(prompts, key=len)[len(prompts) // 2]
+        # Between the turns of a race a round or two more are timed, of each k five or so, for costs of the same minutes.
+        steps = len(prompts) * args.max_new_tokens // TURN
+        self.timing = measure(pair, self.middle, gammas, options(pair[0], args), 6 * REPEAT)
+        self.steps = 1 + (steps < 5 * len(self.timing.turn))
+        self.found, costs = look_ahead(pair, prompts, args, done), self.timing.costs(0.5)
+        foreseen = curve(costs, self.found, args.max_new_tokens)
+        best, self.ways = max(1, foreseen.index(max(foreseen))), ["plain", *ways]
+        self.modes = modes(pair, [best if way == "best" else way for way in ways], costs, args, best)
+        self.runs = [[] for _ in self.modes]
+
+    def race(self, done):
+        """Race once more on each prompt."""
+
+        def between():
+            for _ in range(self.steps):
+                self.timing.step()
+
+        for of_mode in self.runs:
             of_mode.append([])
-        for ids in prompts:
-            for of_mode, run in zip(runs, race(target, modes, ids, args), strict=True):
+        for ids in self.prompts:
+            for of_mode, run in zip(self.runs, race(self.pair[0], self.modes, ids, self.args, between), strict=True):
                 of_mode[-1].append(run)
-                bar.update()
-            timing.turn()
-    return runs
+                done()
+
+    def end(self, bandwidth):
+        """Returns the Costs, the rows of the table, and lines on texts that are not those of plain decoding."""
+        costs, notes, rows, target = self.timing.costs(), [], [], self.pair[0]
+        self.timing = None  # its caches can go
+        foreseen = curve(costs, self.found, self.args.max_new_tokens)
+        reach = memory.read(target, len(self.middle)) / costs.verify[0] / 1e9 / bandwidth
+        for way, mode, mine in zip(self.ways, self.modes, self.runs, strict=True):
+            row = {"domain": self.domain, "way": way} | summary(mode, mine, self.runs[0], costs, foreseen)
+            if self.args.temperature == 0:
+                row |= compare(target, self.prompts, mine, self.runs[0])
+                where = "{}, {}, prompt {}: parts at token {}, where two logits are {:.1e} apart"
+                notes += [where.format(self.domain, mode.name, *parted) for parted in row["parted"]]
+            more = {"predicted_by_gamma": foreseen, "costs": vars(costs), "reach": reach}
+            rows.append(row if mode.drafter else row | more)
+        return costs, rows, notes
 
 
 def showdown(pair, asked, args):
     """Measure the ways of args.gamma on the prompts {domain: [ids]}, and print the table as it comes. Returns its rows,
     and what --json adds to "pair" and "machine"."""
-    ways, rows, notes, known, most = args.gamma or WAYS, [], [], {}, read_bandwidth(pair[0].device)
+    ways, rows, notes, known, device = args.gamma or WAYS, [], [], {}, pair[0].device
     gammas = [*range(MOST + 1), *sorted({way for way in ways if way not in WAYS and way > MOST})]
-    plan(pair[0], asked, ways, gammas, args)
-    start = now(pair[0].device)
+    repeat, bandwidth = plan(pair[0], asked, ways, gammas, args), read_bandwidth(device)
+    contests, racing, start = [], 0.0, now(device)
     print(f"\n{table.HEADER}")
     with tqdm(desc="decoding", unit="text", disable=None, leave=False) as bar:
-        bar.total = sum(map(len, asked.values())) * (1 + (args.repeat or 1) * (1 + len(ways)))
-        for number, (domain, prompts) in enumerate(asked.items(), 1):
-            # Anew for each domain: its texts have a length of their own, and the machine changes its mood.
-            middle = sorted(prompts, key=len)[len(prompts) // 2]
-            timing = measure(pair, middle, gammas, options(pair[0], args), 3 * len(prompts))
-            found = look_ahead(pair, prompts, args, bar.update)
-            foreseen = curve(timing.costs(), found, args.max_new_tokens)
-            best = max(1, foreseen.index(max(foreseen)))
-            racing = modes(pair, [best if way == "best" else way for way in ways], timing.costs(), args, best)
-            runs = repeated(pair[0], racing, prompts, args, timing, start + ENOUGH * number / len(asked), bar)
-            costs = known[domain] = timing.costs()
-            foreseen = curve(costs, found, args.max_new_tokens)
-            reach = memory.read(pair[0], len(middle)) / costs.verify[0] / 1e9 / most
-            for way, mode, mine in zip(["plain", *ways], racing, runs, strict=True):
-                row = {"domain": domain, "way": way} | summary(mode, mine, runs[0], costs, foreseen)
-                if args.temperature == 0:
-                    row |= compare(pair[0], prompts, mine, runs[0])
-                    apart = (
-                        f"{domain}, {mode.name}, prompt {{}}: parts at token {{}}, where two logits are {{:.1e}} apart"
-                    )
-                    notes += [apart.format(*where) for where in row["parted"]]
-                more = {"predicted_by_gamma": foreseen, "costs": vars(costs), "reach": reach}
-                rows.append(row if mode.drafter else row | more)
-                bar.write(table.line(row))
-    print("\n".join([table.legend(rows, TURN), *notes, *table.verdict(rows, known)]))
-    return rows, {}, {"bandwidth": most}
+
+        def show(contest):
+            known[contest.domain], some, parted = contest.end(bandwidth)
+            rows.extend(some)
+            notes.extend(parted)
+            bar.write("\n".join(map(table.line, some)))
+
+        once = sum(map(len, asked.values()))  # texts
+        bar.total = once * (1 + (repeat or 1) * (1 + len(ways)))
+        for domain, prompts in asked.items():
+            contests.append(Contest(pair, domain, prompts, ways, gammas, args, bar.update))
+            begin = now(device)
+            contests[-1].race(bar.update)
+            racing += now(device) - begin
+            if repeat == 1:
+                show(contests[-1])
+        # All domains, and then all again: what slows the machine down for some seconds is not in all runs of one.
+        repeat = repeat or min(REPEAT, 1 + max(0, int((start + ENOUGH - now(device)) / racing)))
+        bar.total = once * (1 + repeat * (1 + len(ways)))
+        for number in range(2, repeat + 1):
+            for contest in contests:
+                contest.race(bar.update)
+                if number == repeat:
+                    show(contest)
+        for contest in contests[len(known) :]:  # there was no time for more than once
+            show(contest)
+    print("\n".join([table.legend(repeat, TURN), *notes, *table.verdict(rows, known)]))
+    return rows, {"repeat": repeat}, {"bandwidth": bandwidth}
 
 
 def speed(runs):
@@ -211,7 +244,6 @@ def summary(mode, runs, plain, known, foreseen):
     a = accepted / max(accepted + sum(refused), 1)
     return {
         "mode": mode.name,
-        "repeat": len(runs),
         "gamma": mode.gamma,
         "tokens": tokens,
         "rounds": len(rounds),

@@ -42,11 +42,10 @@ def line(row):
     ).rstrip()
 
 
-def legend(rows, turn):
+def legend(repeat, turn):
     """What the columns mean. turn: tokens."""
-    low, high = (best(row["repeat"] for row in rows) for best in (min, max))
-    often = f"Of {high if low == high else f'{low} to {high}'} runs the median, ± half the range"
-    return LEGEND.format(repeat=often if high > 1 else "One run", turn=turn)
+    often = f"Of {repeat} runs the median, ± half the range" if repeat > 1 else "One run"
+    return LEGEND.format(repeat=often, turn=turn)
 
 
 def verdict(rows, known):
