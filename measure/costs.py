@@ -111,10 +111,10 @@ class Timing:
 
 
 def measure(pair, ids, gammas, sampling, more=0):
-    """A Timing that has had 4 turns, or up to 12 in two seconds, behind its warm-up, and has room for so many more."""
+    """A Timing that has had 4 turns, or up to 12 in 1.2 seconds, behind its warm-up, and has room for so many more."""
     timing, start = Timing(pair, ids, gammas, sampling, WARM_UP + 12 + more), now(pair[0].device)
     for turn in tqdm(range(WARM_UP + 12), "timing rounds", disable=None, leave=False):
-        if turn < WARM_UP + 4 or now(pair[0].device) - start < 2:
+        if turn < WARM_UP + 4 or now(pair[0].device) - start < 1.2:
             for _ in timing.turn:
                 timing.step()
     return timing

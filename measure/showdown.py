@@ -16,7 +16,7 @@ from variants.prompt_lookup import Hybrid, PromptLookup
 WAYS = ["best", "auto", "lookup", "hybrid"]  # beside plain decoding, if --gamma does not say otherwise
 MOST = 10  # drafts a round, where --gamma gives no number: a copied text is kept for longer than a guessed one
 TURN = 4  # tokens that a mode decodes before the next has its turn: what slows a machine down mostly lasts longer
-ENOUGH = 52  # seconds: without --repeat all is decoded as often as fits in here,
+ENOUGH = 54  # seconds: without --repeat all is decoded as often as fits in here,
 REPEAT = 3  # but not more often than this
 
 # gamma: the most that a round may draft. drafter: makes one for (ids of a prompt, sampling options), None for none.
@@ -125,10 +125,10 @@ class Contest:
         self.pair, self.domain, self.prompts, self.args = pair, domain, prompts, args
         # Anew for each domain: its texts have a length of their own, and the machine changes its mood.
         self.middle = sorted(prompts, key=len)[len(prompts) // 2]
-        # Between the turns of a race a round or two more are timed, of each k five or so, for costs of the same minutes.
-        steps = len(prompts) * args.max_new_tokens // TURN
-        self.timing = measure(pair, self.middle, gammas, options(pair[0], args), 6 * REPEAT)
-        self.steps = 1 + (steps < 5 * len(self.timing.turn))
+        # Between the turns of the races four more rounds of each k are timed, so that costs are of the same minutes.
+        self.timing = measure(pair, self.middle, gammas, options(pair[0], args), 4 * REPEAT)
+        self.rate = 4 * len(self.timing.turn) / (len(prompts) * len(range(0, args.max_new_tokens, TURN)))
+        self.due = 0.0
         self.found, costs = look_ahead(pair, prompts, args, done), self.timing.costs(0.5)
         foreseen = curve(costs, self.found, args.max_new_tokens)
         best, self.ways = max(1, foreseen.index(max(foreseen))), ["plain", *ways]
@@ -139,8 +139,10 @@ class Contest:
         """Race once more on each prompt."""
 
         def between():
-            for _ in range(self.steps):
+            self.due += self.rate
+            while self.due >= 1:
                 self.timing.step()
+                self.due -= 1
 
         for of_mode in self.runs:
             of_mode.append([])
