@@ -100,12 +100,11 @@ class Timing:
         other = now(drafter.device) - start - drafter.seconds - self.verify.seconds
         self.seconds[k].append((drafter.seconds, self.verify.seconds, other))
 
-    def costs(self, share=1.0):
-        """The Costs so far, as means, of so large a share of the rounds, the fastest. Half of them is steadier, since
-        what disturbs a machine only makes it slower; but what happens at the same time meets the mean of all.
+    def costs(self):
+        """The Costs so far: the mean of all rounds but the slowest quarter, which may be slow for reasons of their own.
         Between gammas lies a straight line."""
         some = [sorted(times[WARM_UP:], key=sum) for times in self.seconds.values()]
-        some = [times[: max(1, round(share * len(times)))] for times in some]
+        some = [times[: (3 * len(times) + 3) // 4] for times in some]
         parts = [[statistics.fmean(time[part] for time in times) for times in some] for part in range(3)]
         return Costs(*(np.interp(range(self.most + 1), list(self.going), part).tolist() for part in parts))
 

@@ -129,7 +129,7 @@ class Contest:
         self.timing = measure(pair, self.middle, gammas, options(pair[0], args), 4 * REPEAT)
         self.rate = 4 * len(self.timing.turn) / (len(prompts) * len(range(0, args.max_new_tokens, TURN)))
         self.due = 0.0
-        self.found, costs = look_ahead(pair, prompts, args, done), self.timing.costs(0.5)
+        self.found, costs = look_ahead(pair, prompts, args, done), self.timing.costs()
         foreseen = curve(costs, self.found, args.max_new_tokens)
         best, self.ways = max(1, foreseen.index(max(foreseen))), ["plain", *ways]
         self.modes = modes(pair, [best if way == "best" else way for way in ways], costs, args, best)
