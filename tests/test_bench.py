@@ -187,6 +187,25 @@ def test_what_is_timed(monkeypatch):  # B65: a clock that moves with the work. P
     assert known.verify == [1.0] * 5 and known.other == [0.0] * 5
 
 
+def test_costs_leave_out_what_is_slow_for_reasons_of_its_own():
+    timing = costs.measure((counting(), counting()), [3] * 50, [0, 1, 2, 4], {})
+    assert timing.turn == [0, 1, 2, 0, 4] and len(timing.seconds[0]) == 2 * len(timing.seconds[4]) >= 12
+    timing.seconds = {k: [(0.0, 9.0, 0.0)] * 2 + [(0.5 * k, 1.0, 0.0)] * 3 + [(0.0, 99.0, 0.0)] for k in timing.going}
+    known = timing.costs()
+    assert known.draft == [0.0, 0.5, 1.0, 1.5, 2.0] and known.verify == [1.0] * 5
+
+
+@pytest.mark.parametrize(("seconds", "times"), [(0.0, 1), (1e6, showdown.REPEAT)])
+def test_all_is_decoded_as_often_as_there_is_time(pair, seconds, times, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(showdown, "ENOUGH", seconds)
+    monkeypatch.setattr(showdown, "plan", lambda *_: None)
+    file = tmp_path / "out.json"
+    bench.main([*pair, "--domain", "code", "--gamma", "2", "--max-new-tokens", "12", "--json", str(file)])
+    document, shown = json.loads(file.read_text()), capsys.readouterr().out
+    assert document["pair"]["repeat"] == times and {row["texts"] for row in document["rows"]} == {3 * times}
+    assert shown.count("\ncode      speculative") == 1
+
+
 def test_modes_take_turns_and_write_the_same():
     """And what each writes does not depend on the others."""
     model, order = counting(), []

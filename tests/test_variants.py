@@ -235,3 +235,10 @@ def test_adaptive_is_deterministic_and_stays_in_its_cache():
             runs.append(decode(Toy(lambda seen: logits[seen[-1]]), drafter, [1, 2], 60, 8, **options))
         assert runs[0] == runs[1] and len(runs[0][0]) == 60
         assert Counter(round.drafted > 0 for round in runs[0][1])[True] > 1
+
+
+def test_auto_weighs_a_dear_first_draft_with_those_behind_it():
+    """It costs 0.95 of a target step and is kept with a chance of 0.7 or so; the next cost 0.05 each."""
+    model = history()
+    drafts = [len(AdaptiveDraft(model, 99, 0.05, [1.0] * 9, 0.95).propose([1, 2], gamma)[0]) for gamma in (1, 8)]
+    assert drafts[0] == 0 < drafts[1]
