@@ -23,19 +23,26 @@ def run(lab, checks, hints):
     A check raises Finding, or returns lines to show. What else it raises is an error in the attendee's code, and one
     line about it is shown.
     """
-    for i, (name, (number, check)) in enumerate(checks.items()):
+    passed = []
+    for name, (number, check) in checks.items():
         expected = " ".join(check.__doc__.split())
         try:
             more = check(lab)
         except (Exception, KeyboardInterrupt) as error:
             trace = getattr(error, "trace", ())
+            # Later blanks run with the earlier ones, so an error may be in another blank than the one looked at.
+            there = None if isinstance(error, Finding) else blank_of(lab, error)
+            if there not in (None, number):
+                name, (number, check) = next(item for item in checks.items() if item[1][0] == there)
+                expected = " ".join(check.__doc__.split())
             print(f"not yet  {name}: {explain(lab, error, number, hints, expected)}")
             print("".join(f"\n         {line}".rstrip() for line in trace) + "\n" * bool(trace), end="")
-            rest = list(checks)[i + 1 :]
+            rest = [other for other in checks if other not in (name, *passed)]
             if rest:
                 print(f"         (not looked at until this is right: {', '.join(rest)})")
             return False
         print(f"ok       {name}: {expected}")
+        passed.append(name)
         print("".join(f"\n         {line}" for line in more or []) + "\n" * bool(more), end="")
     return True
 
@@ -57,19 +64,39 @@ def explain(lab, error, number, hints, expected):
     return f"{line}: {type(error).__name__}: {said}. Due: {expected}"
 
 
-def place(lab, error):
-    """As labs/lab2.py:47: the last line in the attendee's file that the error came through."""
+def last_frame(lab, error):
+    """The last line in the attendee's file that the error came through, or the last of all."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name != "blank"]
     own = [frame for frame in frames if os.path.abspath(frame.filename) == os.path.abspath(lab.__file__)]
-    frame = (own or frames)[-1]
+    return (own or frames)[-1]
+
+
+def place(lab, error):
+    """As labs/lab2.py:47."""
+    frame = last_frame(lab, error)
     return f"labs/{os.path.basename(frame.filename)}:{frame.lineno}"
+
+
+def blanks(lab):
+    """{number of a blank: (its first line, its last line, the code between its marks)}"""
+    with open(lab.__file__, encoding="utf-8") as f:
+        source = f.read()
+    found = re.finditer(r"# >>> your code, blank (\d+)\b.*?\n(.*?)# <<<", source, re.DOTALL)
+    return {int(m[1]): (1 + source.count("\n", 0, m.start()), 1 + source.count("\n", 0, m.end()), m[2]) for m in found}
+
+
+def blank_of(lab, error):
+    """The number of the blank that the error came from, or None."""
+    frame = last_frame(lab, error)
+    if os.path.abspath(frame.filename) != os.path.abspath(lab.__file__):
+        return None
+    return next((n for n, (first, last, _) in blanks(lab).items() if first <= frame.lineno <= last), None)
 
 
 def is_empty(lab, number):
     """Whether there is nothing but comments between the marks of a blank."""
-    with open(lab.__file__, encoding="utf-8") as f:
-        code = re.search(rf"# >>> your code, blank {number}\b.*?\n(.*?)# <<<", f.read(), re.DOTALL)
-    return code is not None and not re.sub(r"(?m)^\s*#.*$", "", code[1]).strip()
+    code = blanks(lab).get(number)
+    return code is not None and not re.sub(r"(?m)^\s*#.*$", "", code[2]).strip()
 
 
 def table(rows):

@@ -19,7 +19,7 @@ class Tokens:
 
     def rollback(self, length):
         if not 0 <= length <= self.length:
-            raise ValueError(f"cannot roll back to {length}: only {self.length} rows are valid")
+            raise ValueError(f"cannot roll back to {length}: {self.length} rows are there, one for each token fed")
         del self.tokens[length:]
 
 

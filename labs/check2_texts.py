@@ -30,10 +30,10 @@ def stopping(lab):
             raise error
         new = rounds[0][0]
         yours = [["and then" if i else "you emit", *round[0]] for i, round in enumerate(rounds)]
-        show = table([["behind", newest], ["drafts", *drafts], ["EOS", *eos], ["to emit", *due], *yours])
+        show = table([["the text ends in", newest], ["drafts", *drafts], ["EOS", *eos], ["to emit", *due], *yours])
         if len(new) > len(due) and new[: len(due)] == due:
             said = f"accepted tokens after EOS: {new[len(due) :]} behind {due[-1]}"
-            raise Finding(f"{said}. An EOS may be among the accepted drafts, so look at all new tokens", show)
+            raise Finding(f"{said}. It may be among the accepted drafts: ask of each new token if it is in eos", show)
         if new == due[:-1]:
             raise Finding("the EOS is missing: it ends the text, and is a part of it", show)
         if new != due:
@@ -42,7 +42,13 @@ def stopping(lab):
             raise Finding("the text is cut at the EOS, but the loop goes on after it: set `ended`", show)
         if rounds[0][2] != kept:
             said = f"the tokens are right, but {kept} drafts were kept, and you yield {rounds[0][2]}"
-            raise Finding(f"{said}: drafts behind the EOS do not count as kept", show)
+            if kept < len(due):
+                why = "the EOS is the target's own token, and the drafts before it were kept"
+            elif rounds[0][2] < kept:
+                why = "the EOS is itself a draft, and was kept"
+            else:
+                why = "drafts behind the EOS do not count as kept"
+            raise Finding(f"{said}: {why}", show)
         if error:
             raise error
     for count in (0, 1, 2, 3, 7, 12):

@@ -1,7 +1,8 @@
 """Lab 1: with a stopwatch, what does verifying 8 tokens cost against generating one?
 
-    python labs/lab1.py                     check the two functions below, on a clock that cannot lie
-    python labs/lab1.py --target coder      the same, and then measure that model; --bits 4, --device cuda
+    python labs/lab1.py                     check the two functions below, on a clock that cannot lie, and when they
+                                            are right measure the large model of the pair in tiny/ with them
+    python labs/lab1.py --target coder      the same with another model; --bits 4, --device cuda
 
 Fill in the two blanks. labs/lab1.md says what they are for. Behind them stands the checker, which you need not read.
 """

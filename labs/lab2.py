@@ -6,7 +6,8 @@ It says which blanks are right, and what is wrong with the first that is not. Th
 
 What you need to know of a model: `model(ids, cache, last)` reads the tokens ids, a tensor [T], behind those that are in
 the cache, adds a row to the cache for each, and returns logits [last, vocab] for the last of them. The row of a token
-predicts what follows that token. `cache.length` is how many rows there are, and `cache.rollback(n)` keeps the first n.
+predicts what follows that token. `cache.length` is how many rows there are, and `cache.rollback(n)` keeps the first n
+of them; an n larger than `cache.length` is an error. kv_cache.py has the real one, in 40 lines.
 """
 
 import sys
@@ -29,7 +30,8 @@ class Draft:
 
         tokens: the text so far, a list of ids. It is longer at each call: by what the target kept of your last guesses,
         and one token of its own. So the cache may have rows of guesses that were rejected, which are no part of the
-        text; and it may lack rows. Feed what it lacks, and no more.
+        text; and it may lack rows: all of them at the first call. Feed what it lacks, and no more.
+        gamma: how many drafts this round has room for, often less than the gamma of `speculative`.
         """
         # >>> your code, blank 1: draft
         return blank(1, tokens, gamma)
@@ -38,7 +40,8 @@ class Draft:
 
 def speculative(target, draft, prompt, max_new_tokens, gamma=4, eos=()):
     """Yield (new, drafted, kept) for each round: the list of ids it adds to the text, and how many drafts were made
-    and kept. Ends after max_new_tokens, or behind an id in `eos`, which is still a part of the text.
+    and kept. Ends after max_new_tokens, or behind an id that is in `eos` (several ids, one or none), which is still a
+    part of the text.
     """
     tokens, cache = list(prompt), target.new_cache(len(prompt) + max_new_tokens)
     if len(prompt) > 1:  # The newest token is never in the cache: each pass of the target begins with feeding it.
@@ -62,7 +65,7 @@ def speculative(target, draft, prompt, max_new_tokens, gamma=4, eos=()):
         kept, new = blank(4, rows, drafted)  # how many drafts, and the list of kept + 1 ids
         # <<<
 
-        # If an id in `eos` is among the new ones: set `ended`, and cut off what is behind it. Mind `kept`.
+        # If a new id is in `eos`: set `ended`, and cut off what is behind it. Is `kept` still how many drafts are kept?
         # >>> your code, blank 5: stop
         # <<<
         tokens += new

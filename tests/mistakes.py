@@ -14,8 +14,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import test_labs  # noqa: E402
-import test_labs3  # noqa: E402
+try:
+    import test_labs
+    import test_labs3
+except ModuleNotFoundError as error:
+    print(f"mistakes.py: {error.name} is missing; pip install -r requirements-dev.txt", file=sys.stderr)
+    sys.exit(2)
 
 
 def main(lab=None, name=None):

@@ -95,6 +95,11 @@ def guess(fed=LACKS, last="1", row="-1", next="drafted[-1:]", back=BACK):
 
 WRONG2 = {  # what is wrong: the blank, the code, words of the diagnosis
     "no rollback in the draft": (1, guess(back=""), "rows of rejected drafts are still in the draft's cache"),
+    "draft rolled back one row too few": (
+        1,
+        guess(back=BACK.replace(" - 1)", ")")),
+        "roll it back to len(tokens) - 1 at most",
+    ),
     "draft fed the newest alone, no rollback": (
         1,
         guess("tokens[-1:] if self.cache.length else tokens", back=""),
@@ -147,18 +152,25 @@ WRONG2 = {  # what is wrong: the blank, the code, words of the diagnosis
         RIGHT2[4] + "\nnew[-1] = rows[kept - 1].argmax().item()",
         "is from the row before: n drafts kept, so it is row n",
     ),
-    "correction from the last row": (4, RIGHT2[4] + "\nnew[-1] = rows[-1].argmax().item()", "always from the last row"),
+    "correction from the last row": (4, RIGHT2[4] + "\nnew[-1] = rows[-1].argmax().item()", "you always take the"),
     "rejected draft emitted": (4, RIGHT2[4] + "\nnew = [*drafted, new[-1]][: kept + 1]", "the rejected draft itself"),
     "no correction": (4, RIGHT2[4] + "\nnew = new if kept == len(drafted) else drafted[:kept]", "no token from the"),
+    "never a token of the target": (4, LOOP.replace(" + [choice[kept]]", ""), "from the target: behind n kept"),
     "no EOS": (5, "", "blank 5 is still empty"),
     "EOS looked for in the last token": (5, "ended = new[-1] in eos", "accepted tokens after EOS"),
     "EOS cut off": (5, RIGHT2[5].replace("end + 1", "end"), "the EOS is missing"),
     "EOS does not end": (5, RIGHT2[5].replace("ended, new = True, ", "new = "), "the loop goes on after it"),
     "drafts behind EOS kept": (5, RIGHT2[5].replace("kept = min(kept, len(new))", ""), "do not count as kept"),
+    "EOS not counted": (5, RIGHT2[5] + "\nkept = len(new) - 1 if ended else kept", "the EOS is itself a draft"),
+    "the target's EOS counted": (5, RIGHT2[5] + "\nkept = len(new) if ended else kept", "EOS is the target's own"),
+    "eos is a collection": (5, "ended = eos in new", "ask of each new token if it is in eos"),
+    "an error in blank 5": (5, "end = new.index(eos[0])", "5 stop: labs/lab2.py:"),
     "no rollback": (6, "pass", "the rejected drafts' rows are still in the target's cache"),
     "rollback forgotten": (6, "", "blank 6 is still empty"),
     "rollback one too few": (6, "cache.rollback(len(tokens) - 2)", "1 too few rows in the target's cache"),
     "rollback one too many": (6, "cache.rollback(min(len(tokens), cache.length))", "a row too many in the target"),
+    "rollback to all of the text": (6, "cache.rollback(len(tokens))", "6 roll back: labs/lab2.py:"),
+    "a typo in blank 6": (6, "cache.rollback(len(tokns) - 1)", "6 roll back: labs/lab2.py:"),
     "kept drafts rolled back": (6, "cache.rollback(cache.length - len(drafted))", "the kept drafts are gone, too"),
     "cache thrown away": (6, "cache.rollback(0)", "whole cache is thrown away"),
     "an error of Python": (4, "kept = drafted.index(99)", "labs/lab2.py:"),
@@ -176,7 +188,20 @@ def test_lab2_passes_the_right_code(tmp_path, capsys):
 def test_lab2_names_the_mistake(name, tmp_path, capsys):
     blank, code, words = WRONG2[name]
     passed, said = finding(check2, filled(tmp_path, "lab2", RIGHT2 | {blank: code}), capsys)
-    assert words in said and (passed == blank - 1 or name == "room of the first round")
+    # Code that stops is found as soon as it runs, and that is when blank 4 is looked at.
+    stops = said.startswith(f"not yet  {blank} ") and "Error" in said
+    assert words in said and (passed == blank - 1 or stops or name == "room of the first round")
+
+
+def test_lab2_feeding_the_last_guess_is_right_and_costs_a_pass(tmp_path, capsys):
+    more = "self.model(torch.tensor(drafted[-1:]), self.cache, last=0)\nreturn drafted"
+    for code, remark in ((guess(), False), (guess().replace("return drafted", more), True)):
+        assert check2.main(filled(tmp_path, "lab2", RIGHT2 | {1: code})) == 0
+        assert ("you also feed the last guess" in capsys.readouterr().out) == remark
+
+
+def test_lab2_the_page_knows_how_many_mistakes_there_are():
+    assert f" {len(WRONG2)} mistakes" in (ROOT / "labs" / "lab2.md").read_text(encoding="utf-8")
 
 
 def library(module, tmp_path):
