@@ -97,7 +97,7 @@ def check(args):
     if not {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}.get(args.device, True):
         raise ValueError(f"--device {args.device}: torch {torch.__version__} finds none here; leave it out for the CPU")
     if args.json and (os.path.isdir(args.json) or not os.access(os.path.dirname(os.path.abspath(args.json)), os.W_OK)):
-        raise ValueError(f"--json {args.json}: not a file that can be written")
+        raise ValueError(f"--json {args.json}: not a file that can be written, in a folder that is there")
     for flag, commands in (("json", ("watch", "compare")), ("plot", ("watch", "memory"))):
         if getattr(args, flag) and args.command in commands:
             raise ValueError(f"--{flag} {getattr(args, flag)}: {args.command} has nothing to put there")

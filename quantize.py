@@ -250,7 +250,7 @@ def save(model, out, group=GROUP, head_bits=4):
     from model import Checkpoint, Config, find, read_json  # here, so that this file can be imported alone
     above = Path(out).absolute().parent
     if os.path.exists(out) or not os.access(above, os.W_OK):
-        raise ValueError(f"--out {out}: it exists already, or {above} cannot be written in")
+        raise ValueError(f"--out {out}: it exists already, or {above} is no folder that can be written in")
     folder = find(model)
     c, weights, tensors, table, before = Config.read(folder), Checkpoint(folder, "cpu", torch.float32), {}, {}, 0
     if c.quantization_config:

@@ -24,7 +24,7 @@ def check(file):
     if not file.endswith((".png", ".svg")):
         raise ValueError(f"--plot {file}: must end in .png or .svg")
     if os.path.isdir(file) or not os.access(os.path.dirname(os.path.abspath(file)), os.W_OK):
-        raise ValueError(f"--plot {file}: not a file that can be written")
+        raise ValueError(f"--plot {file}: not a file that can be written, in a folder that is there")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
 

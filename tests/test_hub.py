@@ -1,19 +1,14 @@
 """Downloading, with the real Hub client, from a small server on 127.0.0.1 that speaks its protocol."""
 
-import hashlib
-import json
-import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 import folders
+from hub import environment, serve
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LOAD = """
 from model import Qwen2
 model = Qwen2.load("org/tiny", device="cpu")
@@ -35,59 +30,12 @@ def hub(tmp_path):
     folders.write(repository, shards=2)
     (repository / "README.md").write_text("# tiny")
     (repository / "pytorch_model.bin").write_bytes(b"pickled code")
-    asked = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            path = self.path.split("?")[0]
-            asked.append(path)
-            name = path.split("/")[-1]
-            if path.startswith("/api/models/org/tiny/tree/"):
-                files = sorted(repository.iterdir())
-                entries = [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": sha(f)} for f in files]
-                self.answer(json.dumps(entries).encode(), "application/json")
-            elif path.startswith("/api/models/org/tiny"):
-                siblings = [{"rfilename": f.name} for f in repository.iterdir()]
-                info = {"id": "org/tiny", "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
-                self.answer(json.dumps(info).encode(), "application/json")
-            elif path.startswith("/org/tiny/resolve/") and (repository / name).exists():
-                self.answer((repository / name).read_bytes(), "application/octet-stream", sha(repository / name))
-            else:
-                self.send_response(404)
-                self.send_header("X-Error-Code", "RepoNotFound")
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-
-        do_HEAD = do_GET
-
-        def answer(self, body, kind, etag="none"):
-            self.send_response(200)
-            for name, value in (("Content-Type", kind), ("Content-Length", len(body)), ("ETag", f'"{etag}"')):
-                self.send_header(name, str(value))
-            self.send_header("X-Repo-Commit", COMMIT)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", asked
-    server.shutdown()
-    server.server_close()
-
-
-def sha(file):
-    return hashlib.sha1(file.read_bytes()).hexdigest()
+    with serve({"org/tiny": repository}) as served:
+        yield served
 
 
 def python(code, home, **env):
-    """Run code in a Python of its own: the client reads these variables when it is imported."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
-    env = own | {"HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"} | env
-    root = Path(__file__).parent.parent
+    root, env = Path(__file__).parent.parent, environment(home, **env)
     return subprocess.run([sys.executable, *code], capture_output=True, text=True, env=env, cwd=root, timeout=120)
 
 
