@@ -107,8 +107,21 @@ def server_modes(urls, model=None):
     return {f"server {i}" if len(urls) > 1 else "server": server(url, model) for i, url in enumerate(urls, 1)}
 
 
+def drafts_of_vllm(url):
+    """The drafts that a vLLM has judged since it was started, and those that it kept: over all requests, so nobody else
+    may use it meanwhile. [None, None] of another server, and without --speculative-config."""
+    try:
+        page = b"".join(ask(f"{url}/metrics", timeout=30)).decode(errors="replace")
+    except OSError:
+        return [None, None]
+    names = "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"
+    found = [[float(line.split()[-1]) for line in page.splitlines() if line.startswith(name + "{")] for name in names]
+    return [int(sum(engines)) if engines else None for engines in found]
+
+
 def server(url, model):
-    url = url.rstrip("/").removesuffix("/v1") + "/v1"
+    root = url.rstrip("/").removesuffix("/v1")
+    url = root + "/v1"
     try:
         models = [entry["id"] for entry in json.loads(b"".join(ask(f"{url}/models", timeout=30)))["data"]]
     except (ValueError, KeyError, TypeError):
@@ -125,7 +138,7 @@ def server(url, model):
         body |= {"stop_token_ids": list(eos), "cache_prompt": False}
         # Both are to say in each chunk how many tokens there are so far: it may hold several, or only half of one.
         body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "timings_per_token": True}
-        text, seen, total, told, ended = "", [], None, {}, False
+        text, seen, total, told, ended, before = "", [], None, {}, False, drafts_of_vllm(root)
         for line in ask(f"{url}/completions", body):
             now = time.perf_counter()
             chunk = json.loads(line[6:]) if line.startswith(b"data: {") else {}  # else a sign of life, or [DONE]
@@ -141,10 +154,12 @@ def server(url, model):
                     seen.append((now, count, told))
         if not (ended and seen and total):
             raise OSError(f"{url}/completions: the answer broke off, or does not say how many tokens it has")
-        start, first, before = seen[0]
-        # llama.cpp tells of drafts as soon as there are any, and counts them as ours, except that drafts behind an
-        # accepted end of text may be accepted, too. vLLM has only sums over all requests, in /metrics.
-        drafts = [told[n] - before.get(n, 0) if n in told else None for n in ("draft_n", "draft_n_accepted")]
+        start, first, then = seen[0]
+        # llama.cpp tells of drafts as soon as there are any. Both count them as we do, except that drafts behind the
+        # end of text or the limit may count as accepted, too.
+        drafts = [told[n] - then.get(n, 0) if n in told else None for n in ("draft_n", "draft_n_accepted")]
+        if before[0] is not None:  # vLLM judges no drafts in its first round, that of the prompt
+            drafts = [b - a for a, b in zip(before, drafts_of_vllm(root), strict=True)]
         # Where the first chunk does not tell, it is taken for one token, as a server without drafts sends them.
         return Written(None, text, total - (first or 1), seen[-1][0] - start, *drafts)
 
