@@ -155,12 +155,15 @@ def server(url, model):
         if not (ended and seen and total):
             raise OSError(f"{url}/completions: the answer broke off, or does not say how many tokens it has")
         start, first, then = seen[0]
-        # llama.cpp tells of drafts as soon as there are any. Both count them as we do, except that drafts behind the
-        # end of text or the limit may count as accepted, too.
+        tokens = total - (first or 1)  # where the first chunk does not tell, it has one, as of a server without drafts
+        # llama.cpp tells of drafts as soon as there are any, and counts them as ours, except that drafts behind an
+        # accepted end of text may be accepted, too.
         drafts = [told[n] - then.get(n, 0) if n in told else None for n in ("draft_n", "draft_n_accepted")]
-        if before[0] is not None:  # vLLM judges no drafts in its first round, that of the prompt
-            drafts = [b - a for a, b in zip(before, drafts_of_vllm(root), strict=True)]
-        # Where the first chunk does not tell, it is taken for one token, as a server without drafts sends them.
-        return Written(None, text, total - (first or 1), seen[-1][0] - start, *drafts)
+        sums = [*zip(before, drafts_of_vllm(root), strict=True)]
+        if None not in sum(sums, ()):  # vLLM judges no drafts in its first round, that of the prompt
+            drafted, accepted = (after - before for before, after in sums)
+            rounds = len({count for _, count, _ in seen}) - 1  # it sends a chunk for each
+            drafts = drafted, min(accepted, tokens - rounds)  # it also counts what it accepts beyond max_tokens
+        return Written(None, text, tokens, seen[-1][0] - start, *drafts)
 
     return write

@@ -8,6 +8,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 import transformers
@@ -217,7 +218,7 @@ def test_a_server_that_counts_as_vllm_does(fake):
 
 
 def test_the_drafts_of_vllm_are_what_its_sums_grow_by(fake, monkeypatch):
-    sums, real = iter([(100, 40), (112, 46)]), engines.drafts_of_vllm
+    sums, real = iter([(100, 40), (112, 48), (112, 48), (124, 59)]), engines.drafts_of_vllm
     page = "# HELP vllm:spec_decode_num_{0}_tokens_total\nvllm:spec_decode_num_{0}_tokens_total{{engine=\"0\"}} {1}.0\n"
 
     def grown(url):
@@ -225,9 +226,11 @@ def test_the_drafts_of_vllm_are_what_its_sums_grow_by(fake, monkeypatch):
         return real(url)
 
     monkeypatch.setattr(engines, "drafts_of_vllm", grown)
-    fake.answers["/v1/completions"] = 200, chunks(piece("a", 1), piece("bc", 10, "stop"))
-    written = engines.server_modes([fake.url + "/v1"])["server"]([5, 6], 20, [7])
-    assert (written.tokens, written.drafted, written.accepted) == (9, 12, 6)
+    fake.answers["/v1/completions"] = 200, chunks(piece("a", 1), piece("bc", 12, "stop"))  # several rounds in a chunk
+    write = engines.server_modes([fake.url + "/v1"])["server"]
+    assert write([5, 6], 20, [7])[2:] == (11, ANY, 12, 8)
+    fake.answers["/v1/completions"] = 200, chunks(piece("a", 1), piece("b", 6), piece("c", 11), piece("d", 12, "stop"))
+    assert write([5, 6], 12, [7])[2:] == (11, ANY, 12, 8)  # of four kept in the last round three were cut off
     fake.answers["/metrics"] = 200, "vllm:num_requests_running 1.0\n"  # one that does not speculate
     assert real(fake.url) == [None, None] == real(fake.url + "/other")
 
