@@ -30,12 +30,13 @@ def run(lab, checks, hints):
             more = check(lab)
         except (Exception, KeyboardInterrupt) as error:
             trace = getattr(error, "trace", ())
+            done = {checks[other][0] for other in passed} - {number}
             # Later blanks run with the earlier ones, so an error may be in another blank than the one looked at.
-            there = None if isinstance(error, Finding) else blank_of(lab, error)
+            there = None if isinstance(error, Finding) else blank_of(lab, error, done)
             if there not in (None, number):
                 name, (number, check) = next(item for item in checks.items() if item[1][0] == there)
                 expected = " ".join(check.__doc__.split())
-            print(f"not yet  {name}: {explain(lab, error, number, hints, expected)}")
+            print(f"not yet  {name}: {explain(lab, error, number, hints, expected, done)}")
             print("".join(f"\n         {line}".rstrip() for line in trace) + "\n" * bool(trace), end="")
             rest = [other for other in checks if other not in (name, *passed)]
             if rest:
@@ -47,9 +48,9 @@ def run(lab, checks, hints):
     return True
 
 
-def explain(lab, error, number, hints, expected):
+def explain(lab, error, number, hints, expected, done=()):
     """One line about what a check ran into."""
-    line = place(lab, error)
+    line = place(lab, error, done)
     if isinstance(error, Finding):
         empty = number in hints and is_empty(lab, number)
         return f"blank {number} is still empty. {hints[number]} Without it: {error}" if empty else str(error)
@@ -64,16 +65,25 @@ def explain(lab, error, number, hints, expected):
     return f"{line}: {type(error).__name__}: {said}. Due: {expected}"
 
 
-def last_frame(lab, error):
-    """The last line in the attendee's file that the error came through, or the last of all."""
+def last_line(lab, error, done=()):
+    """(number of the blank, line), of the last line in the attendee's file that the error came through; or two None.
+
+    done: numbers of blanks that are right, and so are blamed only if there is no other: they were called wrongly.
+    """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name != "blank"]
-    own = [frame for frame in frames if os.path.abspath(frame.filename) == os.path.abspath(lab.__file__)]
-    return (own or frames)[-1]
+    lines = [frame.lineno for frame in frames if os.path.abspath(frame.filename) == os.path.abspath(lab.__file__)]
+    spans = blanks(lab).items()
+    own = [(next((n for n, (a, b, _) in spans if a <= line <= b), None), line) for line in lines]
+    new = [(number, line) for number, line in own if number not in (None, *done)]
+    return (new or own or [(None, None)])[-1]
 
 
-def place(lab, error):
+def place(lab, error, done=()):
     """As labs/lab2.py:47."""
-    frame = last_frame(lab, error)
+    line = last_line(lab, error, done)[1]
+    if line is not None:
+        return f"labs/{os.path.basename(lab.__file__)}:{line}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"labs/{os.path.basename(frame.filename)}:{frame.lineno}"
 
 
@@ -85,12 +95,9 @@ def blanks(lab):
     return {int(m[1]): (1 + source.count("\n", 0, m.start()), 1 + source.count("\n", 0, m.end()), m[2]) for m in found}
 
 
-def blank_of(lab, error):
+def blank_of(lab, error, done=()):
     """The number of the blank that the error came from, or None."""
-    frame = last_frame(lab, error)
-    if os.path.abspath(frame.filename) != os.path.abspath(lab.__file__):
-        return None
-    return next((n for n, (first, last, _) in blanks(lab).items() if first <= frame.lineno <= last), None)
+    return last_line(lab, error, done)[0]
 
 
 def is_empty(lab, number):

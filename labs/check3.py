@@ -50,13 +50,36 @@ def warping(lab):
         name(found, due, mistakes, "not the distribution that is due", where)
 
 
+def ids(found):
+    """Whether it is a list of ids, and not of tensors: these compare as ids do, but no dictionary finds them again."""
+    return isinstance(found, list) and all(type(id) is int for id in found)
+
+
+def shown(found):
+    """In one line."""
+    return f"{' '.join(repr(found).split()):.100}"
+
+
+def unchanged(text, who):
+    if text != [1]:
+        raise Finding(f"{who} changes `text`, which belongs to its caller: text + drafted makes a new list")
+
+
 def proposing(lab):
     """Each draft is drawn from the draft's warped distribution, and q is that very distribution."""
     draft, text = model("draft"), [1]
-    found = outcomes(lab, lambda: lab.propose(draft, text, 2, *HOW))
-    for _, (drafted, q) in found:
-        if not (isinstance(drafted, list) and len(drafted) == 2 and getattr(q, "shape", None) == (2, 4)):
-            raise Finding("propose must return a list of gamma ids and a tensor q [gamma, vocab]")
+
+    def propose():
+        result = lab.propose(draft, text, 2, *HOW)
+        unchanged(text, "propose")
+        return result
+
+    found = outcomes(lab, propose)
+    for _, result in found:
+        drafted, q = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
+        if not (ids(drafted) and len(drafted) == 2 and getattr(q, "shape", None) == (2, 4)):
+            said = "propose must return a list of gamma ids, each an int, and a tensor q [gamma, vocab], here [2, 4]"
+            raise Finding(f"{said}. It returned {shown(result)}")
         for i in range(2):
             raw, known = draft(text + drafted[:i]), "q is not what the draft was drawn from: q without"
             mistakes = [
@@ -96,9 +119,12 @@ def rounds(lab):
         dice = Dice([2])  # draft 0 is id 2, the second likeliest
         with instead(lab, judge=judge, uniform=dice.uniform, draw=dice.draw):
             new = lab.one_round(target, draft, text, 2, *HOW)
+        unchanged(text, "one_round")
         if not given:
             raise Finding("one_round must ask judge(p, q, drafted), once")
         p, q, drafted = given[0]
+        if not ids(drafted):
+            raise Finding(f"judge takes p, q and the drafts, in this order, and was given {shown(drafted)} as drafts")
         if getattr(p, "shape", None) != (3, 4):
             raise Finding(f"p must be a tensor [gamma + 1, vocab], here [3, 4], and is {getattr(p, 'shape', p)!s:.60}")
         for i in range(3):
@@ -116,7 +142,9 @@ def rounds(lab):
             name(p[i], warped(raw, *HOW), mistakes, "not the target's distribution", where)
             if i < 2 and not same(q[i], warped(draft(text + drafted[:i]), *HOW), 1e-5):
                 raise Finding("q is not what propose returned")
-        new, due = [int(id) for id in new], [*drafted[:kept], 3]
+        due = [*drafted[:kept], 3]
+        if not ids(new):
+            raise Finding(f"one_round must return a list of ids, each an int, and returned {shown(new)}")
         if new != due:
             said = f"judge kept {kept} of the drafts {drafted} and drew 3: due is {due}, and you return {new}"
             raise Finding(said)

@@ -31,7 +31,7 @@ class Dice:
         if not isinstance(probs, torch.Tensor) or probs.dim() != 1:
             raise Finding(f"draw() takes one distribution, a tensor [vocab], and was given {probs!r:.80}")
         if probs.min() < -1e-6 or probs.isinf().any():
-            raise Finding("draw() was given negative or infinite probabilities: clamp p - q at 0")
+            raise Finding("draw() was given negative or infinite numbers: warp logits first, and clamp p - q at 0")
         if probs.isnan().any():
             said = "draw() was given NaN: where p and q are equal up to rounding, the residual is 0, and 0 / 0 is NaN"
             raise Finding(f"{said}. Draw from p then")

@@ -5,7 +5,7 @@ from check import Finding, place, table
 from check3_chance import law, numbers, outcomes, same
 
 # With these p/q, p and p - q are multiples of 1/20, as the checker's uniform() is: see check3_chance.py.
-P = torch.tensor([[0.5, 0.25, 0.15, 0.1], [0.1, 0.2, 0.4, 0.3], [0.2, 0.15, 0.05, 0.6]])
+P = torch.tensor([[0.5, 0.25, 0.15, 0.1], [0.1, 0.2, 0.4, 0.3], [0.2, 0.3, 0.05, 0.45]])
 Q = torch.tensor([[0.25, 0.2, 0.3, 0.25], [0.4, 0.25, 0.2, 0.15]])
 DRAFTS = [[0, 2], [1, 0], [2, 1], [3, 3], [2, 0], [3, 1], [0, 0], [0, 1], [0, 3]]
 
@@ -42,18 +42,30 @@ CHANCES = [
 
 def judged(lab, p, q, drafted, high=False):
     """[(probability, (n, token))], n an int."""
+
+    def judge():
+        given = p.clone(), q.clone(), list(drafted)
+        result = lab.judge(*given)
+        if not (given[0].equal(p) and given[1].equal(q) and given[2] == list(drafted)):
+            raise Finding("judge changes p, q or drafted, which belong to its caller: p[i] - q[i] makes a new tensor")
+        return result
+
     try:
-        results = outcomes(lab, lambda: lab.judge(p.clone(), q.clone(), list(drafted)), high)
+        results = outcomes(lab, judge, high)
     except IndexError as error:
+        if "out of bounds" not in str(error):
+            raise
         said = (
             f"{place(lab, error)}: {error}. Draft i was drawn from row i of q, not from the draft's next row: q has k"
         )
         raise Finding(f"{said} rows, and p k + 1, the last for the bonus") from None
     found = []
     for probability, result in results:
-        if not (isinstance(result, tuple) and len(result) == 2 and 0 <= int(result[0]) <= len(drafted)):
-            raise Finding(f"judge must return (n, id), n from 0 to {len(drafted)}, and returned {result!r:.60}")
-        found.append((probability, (int(result[0]), result[1])))
+        n, id = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
+        if not (type(n) is int and 0 <= n <= len(drafted) and (id is None or type(id) is int)):
+            said = f"judge must return (n, id), two ints, n from 0 to {len(drafted)}"
+            raise Finding(f"{said}, and returned {' '.join(repr(result).split()):.80}")
+        found.append((probability, (n, id)))
     return found
 
 
@@ -77,6 +89,10 @@ def keeping(lab):
             raise Finding(said, show)
     if all(same(found[a, b], behind(a, b)) for a, b in found):
         raise Finding("drafts behind a rejected one are kept: stop at the first that falls", show)
+    for said, rule in (("one number from uniform() for all drafts: draw a new one for each", once),
+                       ("n counts the draft that fell, too: it is how many were kept", counted)):  # fmt: skip
+        if all(same(found[a, b], rule(right_chance(0, a), right_chance(1, b))) for a, b in found):
+            raise Finding(said, show)
     first = {a: law[1:].sum().item() for (a, _), law in found.items()}  # the chance that draft 0 is kept
     dropped = [d for d in first if first[d] < 1e-6]
     if dropped and all(abs(first[d] - right_chance(0, d)) < 1e-5 for d in first if d not in dropped):
@@ -90,6 +106,16 @@ def behind(a, b):
     """The law of n where each draft is judged, no matter whether one before it fell."""
     a, b = right_chance(0, a), right_chance(1, b)
     return torch.tensor([(1 - a) * (1 - b), a * (1 - b) + (1 - a) * b, a * b])
+
+
+def once(a, b):
+    """The law of n where both drafts, kept with chances a and b, are judged by the same random number."""
+    return torch.tensor([1 - a, max(0.0, a - b), min(a, b)])
+
+
+def counted(a, b):
+    """The law of n where the draft that falls is counted."""
+    return torch.tensor([0.0, 1 - a, a])
 
 
 UNIT = torch.eye(4)

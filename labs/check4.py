@@ -1,11 +1,14 @@
 """Checks labs/lab4.py, and runs it on a prompt of each domain. The texts are compared with our own plain decoding.
 
-check4.findings(module) -> None, or a line that says what is wrong with the first blank that is not right
+check4.findings(module) -> None, or a line that says what is wrong. Blanks 1, 2 and 3 are looked at by themselves, and
+4 to 7 when all of them are filled: only a whole run shows what they do.
 """
 
 import argparse
 import json
+import linecache
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -25,7 +28,7 @@ from text import Text, check_same_ids  # noqa: E402
 
 LIMIT, PREFILL = 32, 10000.0  # tokens a text here, and what reading the prompt takes on the clock that is put in
 HINTS = {
-    1: "Load the model: transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=...)",
+    1: "Load the model: transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)",
     2: "model.generation_config = transformers.GenerationConfig(eos_token_id=...)",
     3: "Append to self.tokens and to self.times. `ids` is a tensor [1, n] for the prompt, [n] later: flatten, tolist",
     4: 'how["assistant_model"] = ..., and how["prompt_lookup_num_tokens"] = ...; neither, if there is none',
@@ -90,9 +93,13 @@ def findings(lab):
         except NotImplementedError as empty:
             return f"blank {empty.args[0]} is empty. {HINTS[empty.args[0]]}"
         except Exception as error:  # whatever their code runs into; a traceback would mostly be of transformers
-            lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename.endswith("lab4.py")]
-            said = " ".join(str(error).split())[:300]
-            return f"labs/lab4.py, line {lines[-1] if lines else '?'}: {type(error).__name__}: {said}"
+            own = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.endswith("lab4.py")]
+            line, blank = own[-1].lineno if own else "?", ""
+            if own:
+                above = "".join(linecache.getlines(own[-1].filename)[:line])
+                marks = re.findall(r"# >>> your code, (blank \d)|# <<<", above)
+                blank = f"{marks[-1]}, " if marks and marks[-1] else ""
+            return f"{blank}labs/lab4.py, line {line}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         finally:
             lab.time = time
 
@@ -106,15 +113,26 @@ def judge(lab, folder, clock):
     for model in (target, draft):
         if not hasattr(model, "generate") or model.dtype != torch.float32:
             return f"blank 1: load() must return a model with generate(), in float32: {HINTS[1]}"
-    for way, how in WAYS.items():
+        config = model.generation_config
+        if type(config).__name__ != "GenerationConfig":
+            return f"blank 2: model.generation_config must be a GenerationConfig, and is {config!r:.60}. {HINTS[2]}"
+    noted = lab.Streamer()
+    for ids_of_call in ([[5, 6, 7]], [8, 9]):
+        noted.put(torch.tensor(ids_of_call))
+    if noted.tokens != [[5, 6, 7], [8, 9]] or not all(type(id) is int for ids in noted.tokens for id in ids):
+        return f"blank 3: of the ids 5, 6, 7 and then 8, 9 self.tokens is {noted.tokens!r:.100}. {HINTS[3]}"
+    if noted.times != [clock[0]] * 2:
+        return f"blank 3: self.times is to have a number for each call, and is {noted.times!r:.100}. {HINTS[3]}"
+    for way, how in (WAYS | {"with lookup": lambda draft: {"lookup": 7}}).items():  # not the 10 that stands on the page
         written = []
         for seed in (1, 2):
             with Watched(target, clock) as seen, torch.random.fork_rng():
                 torch.manual_seed(seed)
                 try:
                     written.append(lab.write(target, ids, LIMIT, **how(draft)))
-                except IndexError:  # most likely of an empty list, because of what `called` knows better
-                    if not called(seen, how(draft)):
+                except Exception as error:  # of what `called` knows better: an argument, or then an empty list
+                    known = called(seen, how(draft))
+                    if not known or (known[0] == "blank 5" and not isinstance(error, IndexError)):
                         raise
             what = called(seen, how(draft)) or texts(seen, written, right) or numbers(seen, written[-1])
             if what:
@@ -133,12 +151,16 @@ WAYS = {
 
 def called(seen, how):
     """What is wrong with the call of generate()."""
-    if not seen.rows or not seen.asked.get("streamer"):
-        return "blank 5", f"generate() of the target was not called with the streamer. {HINTS[5]}"
+    uncalled = "blank 5", f"generate() of the target was not called with the streamer. {HINTS[5]}"
+    if not seen.asked.get("streamer"):
+        return uncalled
     given = {"draft": "assistant_model", "lookup": "prompt_lookup_num_tokens"}
     for name, argument in given.items():
         if bool(seen.asked.get(argument)) != (name in how):
             return "blank 4", f"generate() was {'not ' * (name in how)}given {argument}. {HINTS[4]}"
+        if name == "lookup" and seen.asked.get(argument) != how.get(name):
+            return "blank 4", f"lookup is {how[name]}, and {argument} {seen.asked[argument]}"
+    return None if seen.rows else uncalled
 
 
 def texts(seen, written, right):
@@ -168,7 +190,8 @@ def numbers(seen, written):
     if seconds >= PREFILL:
         return "blank 6", f"the time includes reading the prompt. {HINTS[6]}"
     if seconds != rounds:
-        return "blank 6", f"the seconds do not reach from the first round to the last: {seconds:g}. {HINTS[6]}"
+        what = f"seconds is {seconds:g} on the checker's clock, and {rounds} from the first round to the last"
+        return "blank 6", f"{what}. {HINTS[6]}"
     if tokens != behind:
         return (
             "blank 6",

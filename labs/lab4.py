@@ -1,6 +1,7 @@
 """Lab 4: speculative decoding that others wrote. Hugging Face transformers calls it assisted generation.
 
-    python labs/lab4.py                    says what is wrong with the first of the seven blanks that is not right
+    python labs/lab4.py                    says what is wrong: with blanks 1 to 3 as soon as they are filled, and with
+                                           4 to 7 when all of them are
     python labs/lab4.py --target tiny      and your code on a prompt of each domain: speed, speed-up, acceptance rate
 
 Fill the blanks in their order. The page to this is labs/lab4.md.

@@ -1,6 +1,7 @@
 """Lab 4 on the real transformers: its checker passes what is right, and names what is wrong. Lab 5 on a real llama.cpp
 server with a draft model."""
 
+import linecache
 import re
 import socket
 import subprocess
@@ -35,7 +36,9 @@ def lab4(**changes):
     code, module = RIGHT | {int(number[1:]): line for number, line in changes.items()}, types.ModuleType("lab4")
     source = (ROOT / "labs" / "lab4.py").read_text(encoding="utf-8")
     assert [int(number) for _, number in BLANK.findall(source)] == [*RIGHT]
-    source = BLANK.sub(lambda m: m[1] + code[int(m[2])] if code[int(m[2])] else m[0], source)
+    source = BLANK.sub(lambda m: f"{m[1]}# >>> your code, blank {m[2]}\n{m[1]}{code[int(m[2])]}\n{m[1]}# <<<"
+                       if code[int(m[2])] else m[0], source)  # fmt: skip
+    linecache.cache["lab4.py"] = len(source), None, source.splitlines(keepends=True), "lab4.py"
     exec(compile(source, "lab4.py", "exec"), vars(module))
     return module
 
@@ -68,7 +71,13 @@ PENALTY = "target.generate(prompt, do_sample=False, repetition_penalty=1.0, stre
     ("blank 2: without drafts, .*do_sample=False leaves the repetition_penalty of 3.0 on", {"_2": "pass"}),
     ("blank 2: with the draft model, .*heuristic.* carries", {"_2": "pass", "_5": PENALTY}),
     ("blank 2: .*no text would ever end", {"_2": "model.generation_config = transformers.GenerationConfig()"}),
-    ("blank 3: .*tokens came", {"_3": RIGHT[3].replace(".tolist()", ".tolist()[:1]")}),
+    ("blank 2: model.generation_config must be a GenerationConfig", {"_2": "model.generation_config = {}"}),
+    ("blank 3: .*self.tokens is", {"_3": RIGHT[3].replace(".tolist()", ".tolist()[:1]")}),
+    ("blank 3: .*self.tokens is", {"_3": RIGHT[3].replace("ids.flatten().tolist()", "ids"), "_5": None}),
+    ("blank 3: .*self.tokens is", {"_3": RIGHT[3].replace("append(ids", "extend(ids"), "_4": None}),
+    ("blank 3: .*self.times is", {"_3": RIGHT[3].replace("perf_counter()", "perf_counter")}),
+    ("blank 4: with lookup, lookup is 7, and prompt_lookup_num_tokens 10", {"_4": RIGHT[4].replace("lookup}", "10}")}),
+    ("blank 4: .*not given assistant_model", {"_4": RIGHT[4].replace("assistant_model", "draft_model")}),
     ("blank 4: with the draft model, .*not given assistant_model", {"_4": "pass"}),
     ("blank 4: with lookup, .*not given prompt_lookup", {"_4": "if draft: how['assistant_model'] = draft"}),
     ("blank 5: .*not called", {"_5": "target.generate(prompt, do_sample=False, **how)"}),
@@ -76,13 +85,13 @@ PENALTY = "target.generate(prompt, do_sample=False, repetition_penalty=1.0, stre
                                  "_5": "target.generate(prompt, streamer=streamer, **how)"}),
     ("blank 5: .*from token 0 on", {"_5": RIGHT[5].replace("(prompt", "(prompt[:, :-1]")}),
     ("blank 6: .*includes reading the prompt", {"_6": RIGHT[6].replace("times[1]", "times[0]")}),
-    ("blank 6: .*from the first round to the last", {"_6": RIGHT[6].replace("times[-1]", "times[-2]")}),
+    ("blank 6: .*seconds is -?\\d+ on the checker's clock", {"_6": RIGHT[6].replace("times[-1]", "times[-2]")}),
     ("blank 6: .*Those before are not timed", {"_6": RIGHT[6].replace("tokens[2:]", "tokens[1:]")}),
     ("blank 7: .*counts rows", {"_7": RIGHT[7].replace("n - 1", "n")}),
     ("blank 7: with the draft model, .*includes the first round", {"_7": RIGHT[7].replace("rows[1:])", "rows)", 1)}),
     ("blank 7: .*counts every token", {"_7": RIGHT[7].replace("tokens - len(rows[1:])", "tokens")}),
-    (r"labs/lab4.py, line \d+: ZeroDivisionError: ", {"_6": "tokens, seconds = 1, 1 / 0"}),
-    (r"labs/lab4.py, line \d+: ValueError: .*max", {"_5": "target.generate(streamer=streamer, **how, max=1)"}),
+    (r"blank 6, labs/lab4.py, line \d+: ZeroDivisionError: ", {"_6": "tokens, seconds = 1, 1 / 0"}),
+    (r"blank 5, labs/lab4.py, line \d+: ValueError: .*max", {"_5": "target.generate(streamer=streamer, **how, max=1)"}),
     ("blank 7: .*accepted is ", {"_7": RIGHT[7].replace("tokens - len(rows[1:])", "tokens - len(rows)")}),
 ])  # fmt: skip
 def test_wrong_answers_get_their_diagnosis(says, changes):

@@ -131,6 +131,31 @@ ROUNDS3 = {  # the same for blank 4, of which the library has no lines of its ow
 }
 
 
+PLAIN3 = RIGHT3 | {  # as somebody writes them who has not seen the library
+    2: "drafted, q = [], []\nfor _ in range(gamma):\n"
+    "    q.append(warp(draft(text + drafted), temperature, top_k))\n    drafted.append(draw(q[-1]))\n"
+    "return drafted, torch.stack(q)",
+    3: "for i, d in enumerate(drafted):\n    chance = uniform()\n    if chance >= p[i, d] / q[i, d]:\n"
+    "        left = (p[i] - q[i]).clamp(min=0)\n"
+    "        return i, draw(left / left.sum() if left.sum() > 1e-6 else p[i])\nreturn len(drafted), draw(p[-1])",
+}
+SLIPS3 = {  # what is changed in these: the blank, the code, words of the diagnosis
+    "ids that are tensors": (2, "draw(q[-1])", "torch.tensor(draw(q[-1]))", "2 propose: propose must return a list"),
+    "text changed": (2, "return", "text += drafted\nreturn", "2 propose: propose changes `text`"),
+    "warp called wrongly": (2, "temperature, top_k", "top_k, temperature", "2 propose: labs/lab3.py:"),
+    "logits drawn from": (2, "draw(q[-1])", "draw(draft(text))", "warp logits first"),
+    "one number for all": (3, "enumerate(drafted):\n    chance = uniform()",
+                           "enumerate(drafted):\n    chance = chance if i else uniform()", "one number from uniform()"),
+    "the fallen one counted": (3, "return i,", "return i + 1,", "n counts the draft that fell, too"),
+    "likeliest bonus": (3, "draw(p[-1])", "p[-1].argmax().item()", "the bonus is the likeliest token"),
+    "p changed": (3, "(p[i] - q[i])", "p[i].sub_(q[i])", "judge changes p, q or drafted"),
+    "a sum of columns": (3, "left / left.sum()", "left / left.sum(1)", "but got 1). Due"),
+    "a token not drawn": (3, "draw(p[-1])", "p[-1]", "judge must return (n, id), two ints"),
+    "a round of tensors": (4, "return [*drafted[:n], token]", "return torch.tensor([token])", "each an int"),
+    "judge called wrongly": (4, "judge(p, q, drafted)", "judge(drafted, p, q)", "judge takes p, q and the drafts, in"),
+}  # fmt: skip
+
+
 def lab3(tmp_path, module=speculative, blanks=RIGHT3):
     """Lab 3 with the library in its blanks, whose dice are the lab's."""
     module = mutant() if module is speculative else module  # a copy: its dice are replaced
@@ -153,6 +178,19 @@ def test_lab3_names_the_mistake(name, tmp_path, capsys):
     passed, lines, words = WRONG3[name]
     done, said = finding(check3, lab3(tmp_path, mutant(*lines)), capsys)
     assert words in said and done == passed
+
+
+@pytest.mark.parametrize("name", SLIPS3)
+def test_lab3_names_the_slip(name, tmp_path, capsys):
+    blank, right, wrong, words = SLIPS3[name]
+    assert PLAIN3[blank].count(right) == 1
+    blanks = PLAIN3 | {blank: PLAIN3[blank].replace(right, wrong)}
+    assert words in finding(check3, lab3(tmp_path, blanks=blanks), capsys)[1]
+
+
+def test_lab3_passes_plain_code_up_to_the_histogram(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(check3.CHECKS, "the histogram", (0, check3.exact))
+    assert check3.main(lab3(tmp_path, blanks=PLAIN3)) == 0
 
 
 @pytest.mark.parametrize("name", ROUNDS3)
