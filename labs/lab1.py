@@ -247,7 +247,11 @@ def check_cost(function):
 def compare(model):
     """Measure with the attendee's functions and with bench.py's, and print both."""
     context = min(CONTEXT, model.config.max_position_embeddings - MOST)
-    yours, ours = measure(model, 9, context), verify.measure(model, 9, context)
+    yours, ours = [[] for _ in range(MOST)], [[] for _ in range(MOST)]
+    for _ in verify.tqdm(range(3), "measuring, yours and bench.py's in turn", disable=None, leave=False):
+        for seconds, function in ((yours, measure), (ours, verify.measure)):
+            for times, more in zip(seconds, function(model, 3, context), strict=True):
+                times += more
     print(f"{'n':>3}{'ms':>9}{'v(n)':>7}   bench.py: {'ms':>6}{'v(n)':>7}")
     for n in (1, 2, 4, 8, 16, 32):
         times = [1e3 * statistics.median(seconds[n - 1]) for seconds in (yours, ours)]
