@@ -158,7 +158,7 @@ def called(seen, how):
     for name, argument in given.items():
         if bool(seen.asked.get(argument)) != (name in how):
             return "blank 4", f"generate() was {'not ' * (name in how)}given {argument}. {HINTS[4]}"
-        if name == "lookup" and seen.asked.get(argument) != how.get(name):
+        if name == "lookup" in how and seen.asked[argument] != how[name]:
             return "blank 4", f"lookup is {how[name]}, and {argument} {seen.asked[argument]}"
     return None if seen.rows else uncalled
 
