@@ -170,7 +170,7 @@ def live(pair, text, args):
     dice, drafter = showdown.options(pair[0], args), None
     dice["generator"].manual_seed(args.seed + 1)  # not those of the target
     if gamma == "auto":
-        known = costs.measure(pair, text.prompt(prompt), range(showdown.MOST + 1), dice).costs()
+        known = costs.measure(pair, text.prompt(prompt), range(showdown.MOST + 1), dice)
         (_, auto) = showdown.modes(pair, ["auto"], known, args)
         drafter = auto.drafter(text.prompt(prompt), dice)
     watch.watch(pair, text, prompt, gamma, args, drafter)

@@ -6,6 +6,7 @@ rows, and `other` for judging, rolling back and keeping the books. Plain decodin
     speed-up = tokens a round / (round(k) / round(0))        Leviathan et al. 2023, theorem 3.8, with v(n) for its 1
 """
 
+import itertools
 import random
 import statistics
 
@@ -67,56 +68,75 @@ class Costs:
 
 
 WARM_UP = 2  # rounds: the first reads the prompt, and the next is slow, as its shapes are new
+AHEAD = 256  # tokens: so far behind the prompt rounds are timed, then behind it again
 
 
 class Timing:
     """Times rounds that draft 0, 1, 2, ... tokens behind ids: of each of `gammas`, which begin with 0 and grow, one a
-    turn, so that whatever else the machine does meanwhile is met by all. turns: the most there can be.
+    turn, so that whatever else the machine does meanwhile is met by all.
     ValueError if the context has no room for one."""
 
-    def __init__(self, pair, ids, gammas, sampling, turns):
-        (target, draft), self.most = pair, gammas[-1]
-        room = min(model.config.max_position_embeddings for model in pair) // (self.most + 1)  # rounds that fit
-        turns = min(turns, room - 1)
-        if turns <= WARM_UP:
-            raise ValueError(f"a context of {room * (self.most + 1)} tokens is too short to time rounds of {self.most}")
-        limit = turns * (self.most + 1)
-        ids, vocab = ids[-(room * (self.most + 1) - limit) :], min(model.config.vocab_size for model in pair)
-        self.verify, self.going, self.seconds = Timed(target, target.device), {}, {k: [] for k in gammas}
-        for k in gammas:
-            drafter = Timed(DraftModel(draft, len(ids) + limit, vocab=vocab, **sampling), draft.device)
-            self.going[k] = drafter, speculative_decode(self.verify, drafter, ids, limit, k, **sampling)
-        # A turn. Plain rounds come more often: in these all others are told.
-        self.turn = [k for i, gamma in enumerate(gammas) for k in ([gamma, 0] if i % 3 == 2 else [gamma])]
-        self.coming = iter(self.turn * turns)
+    def __init__(self, pair, ids, gammas, sampling):
+        self.pair, self.sampling, least = pair, sampling, (WARM_UP + 1) * (gammas[-1] + 1)
+        room = min(model.config.max_position_embeddings for model in pair)
+        if room <= least:
+            raise ValueError(f"a context of {room} tokens is too short to time rounds of {gammas[-1]}")
+        self.limit = min(AHEAD, max(least, room - len(ids)))
+        self.ids = ids[-(room - self.limit) :]
+        self.verify, self.going, self.seconds = Timed(pair[0], pair[0].device), {}, {k: [] for k in gammas}
+        # A turn. Plain rounds come more often, as all others are told in them; so do those of the next gamma, 1 mostly:
+        # whether a single draft pays is what decides most for `auto`.
+        self.turn = [k for i, gamma in enumerate(gammas) for k in [gamma, *gammas[: 2 * (i % 3 == 2)]]]
+        self.coming = itertools.cycle(self.turn)
+
+    def begin(self, k):
+        """Rounds of k drafts behind the prompt, warmed up. Returns [drafter, rounds, tokens still to come]."""
+        draft, vocab = self.pair[1], min(model.config.vocab_size for model in self.pair)
+        drafter = DraftModel(draft, len(self.ids) + self.limit, vocab=vocab, **self.sampling)
+        drafter = Timed(drafter, draft.device)
+        rounds = speculative_decode(self.verify, drafter, self.ids, self.limit, k, **self.sampling)
+        return [drafter, rounds, self.limit - sum(len(next(rounds).tokens) for _ in range(WARM_UP))]
 
     def step(self):
-        """Time the next round, if there is room."""
-        if (k := next(self.coming, None)) is None:
-            return
-        drafter, rounds = self.going[k]
+        """Time the next round."""
+        k = next(self.coming)
+        if k not in self.going or self.going[k][2] <= k:  # so few tokens are no whole round
+            self.going[k] = self.begin(k)
+        drafter, rounds, _ = self.going[k]
         drafter.seconds, self.verify.seconds, start = 0.0, 0.0, now(drafter.device)
-        next(rounds)
+        self.going[k][2] -= len(next(rounds).tokens)
         other = now(drafter.device) - start - drafter.seconds - self.verify.seconds
         self.seconds[k].append((drafter.seconds, self.verify.seconds, other))
 
-    def costs(self):
-        """The Costs so far: the mean of all rounds but the slowest quarter, which may be slow for reasons of their own.
-        Between gammas lies a straight line."""
-        some = [sorted(times[WARM_UP:], key=sum) for times in self.seconds.values()]
-        some = [times[: (3 * len(times) + 3) // 4] for times in some]
-        parts = [[statistics.fmean(time[part] for time in times) for times in some] for part in range(3)]
-        return Costs(*(np.interp(range(self.most + 1), list(self.going), part).tolist() for part in parts))
+    def costs(self, before=None):
+        """The Costs: of each gamma the mean of its rounds but the slowest quarter, which may be slow for reasons of
+        their own. Those not timed are as in the Costs `before`, times what a plain round has become since, or else on
+        the straight line between their neighbours."""
+        known = {}
+        for k, times in self.seconds.items():
+            times = sorted(times, key=sum)[: (3 * len(times) + 3) // 4]
+            known[k] = [statistics.fmean(part) for part in zip(*times, strict=True)]
+        if before:
+            slower = sum(known[0]) / before.round(0)
+            others = zip(before.draft, before.verify, before.other, strict=True)
+            known = {k: [slower * part for part in parts] for k, parts in enumerate(others)} | known
+        every, parts = range(max(known) + 1), zip(*known.values(), strict=True)
+        return Costs(*(np.interp(every, list(known), part).tolist() for part in parts))
 
 
-def measure(pair, ids, gammas, sampling, more=0):
-    """A Timing that has had 4 turns, or up to 12 in 1.2 seconds, behind its warm-up, and has room for so many more."""
-    timing, start = Timing(pair, ids, gammas, sampling, WARM_UP + 12 + more), now(pair[0].device)
-    for turn in tqdm(range(WARM_UP + 12), "timing rounds", disable=None, leave=False):
-        if turn < WARM_UP + 4 or now(pair[0].device) - start < 1.2:
+def measure(pair, ids, gammas, sampling):
+    """The Costs behind ids: of 4 turns, or of up to 24 in 3.5 seconds."""
+    timing, start = Timing(pair, ids, gammas, sampling), now(pair[0].device)
+    for turn in tqdm(range(24), "timing rounds", disable=None, leave=False):
+        if turn < 4 or now(pair[0].device) - start < 3.5:
             for _ in timing.turn:
                 timing.step()
-    return timing
+    return timing.costs()
+
+
+def mean(several):
+    """The Costs that are the mean of several."""
+    return Costs(*np.mean([[costs.draft, costs.verify, costs.other] for costs in several], 0).tolist())
 
 
 def chances(pair, prompt, text, temperature=0.0, top_k=0, top_p=1.0, **_):

@@ -7,7 +7,7 @@ import torch
 from huggingface_hub.utils import tqdm
 
 from measure import memory, table
-from measure.costs import Timed, chances, curve, measure
+from measure.costs import Timed, Timing, chances, curve, mean, measure
 from measure.machine import now, read_bandwidth
 from speculative import DraftModel, speculative_decode
 from variants.adaptive_gamma import AdaptiveDraft
@@ -16,7 +16,7 @@ from variants.prompt_lookup import Hybrid, PromptLookup
 WAYS = ["best", "auto", "lookup", "hybrid"]  # beside plain decoding, if --gamma does not say otherwise
 MOST = 10  # drafts a round, where --gamma gives no number: a copied text is kept for longer than a guessed one
 TURN = 4  # tokens that a mode decodes before the next has its turn: what slows a machine down mostly lasts longer
-ENOUGH = 54  # seconds: without --repeat all is decoded as often as fits in here,
+ENOUGH = 50  # seconds: without --repeat all is decoded as often as fits in here, so that a minute is enough for all
 REPEAT = 3  # but not more often than this
 
 # gamma: the most that a round may draft. drafter: makes one for (ids of a prompt, sampling options), None for none.
@@ -110,8 +110,8 @@ def plan(target, asked, ways, gammas, args):
     one = statistics.median(seconds[len(seconds) // 2 :])
     # As if no mode were faster than plain decoding, a pass read 8 tokens of a prompt, and a draft step were half a one.
     once = one * (len(prompts) * args.max_new_tokens + sum(map(len, prompts)) / 8)  # for each mode
-    rounds = one * 14 * len(asked) * sum(1.5 + 0.6 * k for k in gammas)
-    whole = rounds + once * (1 + (args.repeat or 1) * (1 + len(ways)))
+    before = one * 8 * len(asked) * sum(1.5 + 0.6 * k for k in gammas)
+    whole = before + once * (1 + (args.repeat or 1) * (2 + len(ways)))
     repeat = args.repeat or (None if whole < 2 * ENOUGH else 1)  # mostly it takes but half as long
     often = f"{repeat or f'1 to {REPEAT}'}x: {(whole if repeat else max(whole, ENOUGH)) / 60:.1f} minutes at most"
     print(f"{len(prompts)} prompts in {1 + len(ways)} modes, {often}")
@@ -119,44 +119,42 @@ def plan(target, asked, ways, gammas, args):
 
 
 class Contest:
-    """The prompts of a domain: what is known of them beforehand, and the runs [mode][repeat][prompt] on them."""
+    """The prompts of a domain: what is known of them beforehand, and the runs [mode][repeat][prompt] on them.
+    known: the Costs by which the modes decide how much to draft."""
 
-    def __init__(self, pair, domain, prompts, ways, gammas, args, done):
-        self.pair, self.domain, self.prompts, self.args = pair, domain, prompts, args
-        # Anew for each domain: its texts have a length of their own, and the machine changes its mood.
-        self.middle = sorted(prompts, key=len)[len(prompts) // 2]
-        # Between the turns of the races four more rounds of each k are timed, so that costs are of the same minutes.
-        self.timing = measure(pair, self.middle, gammas, options(pair[0], args), 4 * REPEAT)
-        self.rate = 4 * len(self.timing.turn) / (len(prompts) * len(range(0, args.max_new_tokens, TURN)))
-        self.due = 0.0
-        self.found, costs = look_ahead(pair, prompts, args, done), self.timing.costs()
-        foreseen = curve(costs, self.found, args.max_new_tokens)
+    def __init__(self, pair, domain, prompts, ways, known, args, done):
+        self.pair, self.domain, self.prompts, self.args, self.before = pair, domain, prompts, args, known
+        self.found, self.longest = look_ahead(pair, prompts, args, done), 0.0
+        foreseen = curve(known, self.found, args.max_new_tokens)
         best, self.ways = max(1, foreseen.index(max(foreseen))), ["plain", *ways]
-        self.modes = modes(pair, [best if way == "best" else way for way in ways], costs, args, best)
+        self.modes = modes(pair, [best if way == "best" else way for way in ways], known, args, best)
         self.runs = [[] for _ in self.modes]
+        # What the rounds of the fixed gammas cost is timed again, between the turns of the races.
+        self.fixed = sorted({mode.gamma for mode in self.modes if mode.name in ("plain", "speculative")})
+        self.timing = Timing(pair, middle(prompts), self.fixed, options(pair[0], args))
 
     def race(self, done):
         """Race once more on each prompt."""
 
         def between():
-            self.due += self.rate
-            while self.due >= 1:
+            for _ in self.fixed[1:] or [0]:
                 self.timing.step()
-                self.due -= 1
 
+        start = now(self.pair[0].device)
         for of_mode in self.runs:
             of_mode.append([])
         for ids in self.prompts:
             for of_mode, run in zip(self.runs, race(self.pair[0], self.modes, ids, self.args, between), strict=True):
                 of_mode[-1].append(run)
                 done()
+        self.longest = max(self.longest, now(self.pair[0].device) - start)
 
     def end(self, bandwidth):
         """Returns the Costs, the rows of the table, and lines on texts that are not those of plain decoding."""
-        costs, notes, rows, target = self.timing.costs(), [], [], self.pair[0]
+        costs, notes, rows, target = self.timing.costs(self.before), [], [], self.pair[0]
         self.timing = None  # its caches can go
         foreseen = curve(costs, self.found, self.args.max_new_tokens)
-        reach = memory.read(target, len(self.middle)) / costs.verify[0] / 1e9 / bandwidth
+        reach = memory.read(target, len(middle(self.prompts))) / costs.verify[0] / 1e9 / bandwidth
         for way, mode, mine in zip(self.ways, self.modes, self.runs, strict=True):
             row = {"domain": self.domain, "way": way} | summary(mode, mine, self.runs[0], costs, foreseen)
             if self.args.temperature == 0:
@@ -168,13 +166,20 @@ class Contest:
         return costs, rows, notes
 
 
+def middle(prompts):
+    """The one of middling length."""
+    return sorted(prompts, key=len)[len(prompts) // 2]
+
+
 def showdown(pair, asked, args):
     """Measure the ways of args.gamma on the prompts {domain: [ids]}, and print the table as it comes. Returns its rows,
     and what --json adds to "pair" and "machine"."""
     ways, rows, notes, known, device = args.gamma or WAYS, [], [], {}, pair[0].device
-    gammas = [*range(MOST + 1), *sorted({way for way in ways if way not in WAYS and way > MOST})]
+    end, gammas = now(device) + ENOUGH, [*range(MOST + 1), *sorted({w for w in ways if w not in WAYS and w > MOST})]
     repeat, bandwidth = plan(pair[0], asked, ways, gammas, args), read_bandwidth(device)
-    contests, racing, start = [], 0.0, now(device)
+    # Of all domains together: the modes should decide alike in each run of this program.
+    costs = mean([measure(pair, middle(some), gammas, options(pair[0], args)) for some in asked.values()])
+    contests = []
     print(f"\n{table.HEADER}")
     with tqdm(desc="decoding", unit="text", disable=None, leave=False) as bar:
 
@@ -184,27 +189,28 @@ def showdown(pair, asked, args):
             notes.extend(parted)
             bar.write("\n".join(map(table.line, some)))
 
-        once = sum(map(len, asked.values()))  # texts
-        bar.total = once * (1 + (repeat or 1) * (1 + len(ways)))
+        once, times = sum(map(len, asked.values())), repeat or 1  # once: texts
+        bar.total = once * (1 + times * (1 + len(ways)))
         for domain, prompts in asked.items():
-            contests.append(Contest(pair, domain, prompts, ways, gammas, args, bar.update))
-            begin = now(device)
+            contests.append(Contest(pair, domain, prompts, ways, costs, args, bar.update))
             contests[-1].race(bar.update)
-            racing += now(device) - begin
             if repeat == 1:
                 show(contests[-1])
+        if not repeat:
+            times = min(REPEAT, 1 + max(0.0, end - now(device)) / sum(contest.longest for contest in contests))
+            bar.total = int(once * (1 + times * (1 + len(ways))))
         # All domains, and then all again: what slows the machine down for some seconds is not in all runs of one.
-        repeat = repeat or min(REPEAT, 1 + max(0, int((start + ENOUGH - now(device)) / racing)))
-        bar.total = once * (1 + repeat * (1 + len(ways)))
-        for number in range(2, repeat + 1):
-            for contest in contests:
-                contest.race(bar.update)
-                if number == repeat:
-                    show(contest)
-        for contest in contests[len(known) :]:  # there was no time for more than once
+        for contest in contests * ((repeat or REPEAT) - 1):
+            if not repeat and now(device) + contest.longest > end:
+                break
+            contest.race(bar.update)
+            if len(contest.runs[0]) == repeat:
+                show(contest)
+        for contest in contests[len(known) :]:
             show(contest)
-    print("\n".join([table.legend(repeat, TURN), *notes, *table.verdict(rows, known)]))
-    return rows, {"repeat": repeat}, {"bandwidth": bandwidth}
+    times = sorted({len(contest.runs[0]) for contest in contests})
+    print("\n".join([table.legend(times, TURN), *notes, *table.verdict(rows, known)]))
+    return rows, {"repeat": times[0]}, {"bandwidth": bandwidth}
 
 
 def speed(runs):

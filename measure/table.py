@@ -42,9 +42,9 @@ def line(row):
     ).rstrip()
 
 
-def legend(repeat, turn):
-    """What the columns mean. turn: tokens."""
-    often = f"Of {repeat} runs the median, ± half the range" if repeat > 1 else "One run"
+def legend(repeats, turn):
+    """What the columns mean. repeats: how often the domains were decoded, each number once. turn: tokens."""
+    often = f"Of {' or '.join(map(str, repeats))} runs the median, ± half the range" if repeats[-1] > 1 else "One run"
     return LEGEND.format(repeat=often, turn=turn)
 
 

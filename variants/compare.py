@@ -73,7 +73,7 @@ def hopeless(pair, asked, args):
         min(m.config.vocab_size for m in pair),
         max((ids for some in asked.values() for ids in some), key=len),
     )
-    usual, dear = (costs.measure((target, model), middle, range(MOST + 1), {}).costs() for model in (draft, target))
+    usual, dear = (costs.measure((target, model), middle, range(MOST + 1), {}) for model in (draft, target))
     print(f"c {usual.c:.2f}, of the target {dear.c:.2f}; v(n) " + " ".join(f"{v:.2f}" for v in usual.v))
 
     def adaptive(model, known):
