@@ -7,7 +7,7 @@ import torch
 from huggingface_hub.utils import tqdm
 
 from measure import memory, table
-from measure.costs import Timed, Timing, chances, curve, mean, measure
+from measure.costs import Timed, Timing, chances, curve, measure
 from measure.machine import now, read_bandwidth
 from speculative import DraftModel, speculative_decode
 from variants.adaptive_gamma import AdaptiveDraft
@@ -16,7 +16,7 @@ from variants.prompt_lookup import Hybrid, PromptLookup
 WAYS = ["best", "auto", "lookup", "hybrid"]  # beside plain decoding, if --gamma does not say otherwise
 MOST = 10  # drafts a round, where --gamma gives no number: a copied text is kept for longer than a guessed one
 TURN = 4  # tokens that a mode decodes before the next has its turn: what slows a machine down mostly lasts longer
-ENOUGH = 50  # seconds: without --repeat all is decoded as often as fits in here, so that a minute is enough for all
+ENOUGH = 53  # seconds: without --repeat all is decoded as often as fits in here, so that a minute is enough for all
 REPEAT = 3  # but not more often than this
 
 # gamma: the most that a round may draft. drafter: makes one for (ids of a prompt, sampling options), None for none.
@@ -110,7 +110,7 @@ def plan(target, asked, ways, gammas, args):
     one = statistics.median(seconds[len(seconds) // 2 :])
     # As if no mode were faster than plain decoding, a pass read 8 tokens of a prompt, and a draft step were half a one.
     once = one * (len(prompts) * args.max_new_tokens + sum(map(len, prompts)) / 8)  # for each mode
-    before = one * 8 * len(asked) * sum(1.5 + 0.6 * k for k in gammas)
+    before = one * 12 * sum(1.5 + 0.6 * k for k in gammas)
     whole = before + once * (1 + (args.repeat or 1) * (2 + len(ways)))
     repeat = args.repeat or (None if whole < 2 * ENOUGH else 1)  # mostly it takes but half as long
     often = f"{repeat or f'1 to {REPEAT}'}x: {(whole if repeat else max(whole, ENOUGH)) / 60:.1f} minutes at most"
@@ -177,9 +177,8 @@ def showdown(pair, asked, args):
     ways, rows, notes, known, device = args.gamma or WAYS, [], [], {}, pair[0].device
     end, gammas = now(device) + ENOUGH, [*range(MOST + 1), *sorted({w for w in ways if w not in WAYS and w > MOST})]
     repeat, bandwidth = plan(pair[0], asked, ways, gammas, args), read_bandwidth(device)
-    # Of all domains together: the modes should decide alike in each run of this program.
-    costs = mean([measure(pair, middle(some), gammas, options(pair[0], args)) for some in asked.values()])
-    contests = []
+    texts = [ids for some in asked.values() for ids in some]
+    costs, contests = measure(pair, middle(texts), gammas, options(pair[0], args)), []
     print(f"\n{table.HEADER}")
     with tqdm(desc="decoding", unit="text", disable=None, leave=False) as bar:
 
@@ -189,8 +188,7 @@ def showdown(pair, asked, args):
             notes.extend(parted)
             bar.write("\n".join(map(table.line, some)))
 
-        once, times = sum(map(len, asked.values())), repeat or 1  # once: texts
-        bar.total = once * (1 + times * (1 + len(ways)))
+        bar.total = len(texts) * (1 + (repeat or 1) * (1 + len(ways)))
         for domain, prompts in asked.items():
             contests.append(Contest(pair, domain, prompts, ways, costs, args, bar.update))
             contests[-1].race(bar.update)
@@ -198,7 +196,7 @@ def showdown(pair, asked, args):
                 show(contests[-1])
         if not repeat:
             times = min(REPEAT, 1 + max(0.0, end - now(device)) / sum(contest.longest for contest in contests))
-            bar.total = int(once * (1 + times * (1 + len(ways))))
+            bar.total = int(len(texts) * (1 + times * (1 + len(ways))))
         # All domains, and then all again: what slows the machine down for some seconds is not in all runs of one.
         for contest in contests * ((repeat or REPEAT) - 1):
             if not repeat and now(device) + contest.longest > end:
