@@ -182,17 +182,22 @@ def test_what_is_timed(monkeypatch):  # B65: a clock that moves with the work. P
     plain, both = decode(model, model, 0, 11, [3] * 50), decode(model, model, 4, 15, [3] * 50)
     assert (len(plain.rounds), plain.seconds, plain.verify.seconds, plain.draft.seconds) == (10, 10.0, 10.0, 0.0)
     assert (len(both.rounds), both.seconds, both.verify.seconds, both.draft.seconds) == (2, 10.0, 2.0, 8.0)
-    known = costs.measure((model, model), [3] * 50, [0, 1, 2, 4], {}).costs()
+    known = costs.measure((model, model), [3] * 50, [0, 1, 2, 4], {})
     assert known.draft == [0.0, 1.0, 2.0, 3.0, 4.0]  # that of 3 lies on a line
     assert known.verify == [1.0] * 5 and known.other == [0.0] * 5
 
 
 def test_costs_leave_out_what_is_slow_for_reasons_of_its_own():
-    timing = costs.measure((counting(), counting()), [3] * 50, [0, 1, 2, 4], {})
-    assert timing.turn == [0, 1, 2, 0, 4] and len(timing.seconds[0]) == 2 * len(timing.seconds[4]) >= 12
-    timing.seconds = {k: [(0.0, 9.0, 0.0)] * 2 + [(0.5 * k, 1.0, 0.0)] * 3 + [(0.0, 99.0, 0.0)] for k in timing.going}
+    timing = costs.Timing((counting(),) * 2, [3] * 50, [0, 1, 2, 4], {})
+    for _ in range(600):  # more than fit behind one prompt; a turn is 0, 1, 2, 0, 1, 4
+        timing.step()
+    assert [len(times) for times in timing.seconds.values()] == [200, 200, 100, 100]
+    timing.seconds = {k: [(0.5 * k, 1.0, 0.0)] * 3 + [(0.0, 99.0, 0.0)] for k in timing.going}
     known = timing.costs()
-    assert known.draft == [0.0, 0.5, 1.0, 1.5, 2.0] and known.verify == [1.0] * 5
+    assert (known.draft, known.verify) == ([0.0, 0.5, 1.0, 1.5, 2.0], [1.0] * 5)
+    timing.seconds = {0: [(0.0, 2.0, 0.0)], 2: [(7.0, 8.0, 9.0)]}
+    again = timing.costs(known)  # all takes twice as long by then
+    assert (again.draft, again.verify) == ([0.0, 1.0, 7.0, 3.0, 4.0], [2.0, 2.0, 8.0, 2.0, 2.0])
 
 
 @pytest.mark.parametrize(("seconds", "times"), [(0.0, 1), (1e6, showdown.REPEAT)])
