@@ -6,10 +6,10 @@ so of it and some behind it together, as the first draft of a round is the deare
 drafts of about this confidence (the largest entry of q) were kept, of late. All of this is known before the draft is
 drawn, so it cannot favour one token over another, and the text keeps its distribution.
 
-Where drafts do not pay, only now and then one is tried, from a purse: 0.7 % of the tokens so far and a small loan. So
-on a text where every draft is wrong it loses that and no more, if c and v(n) are right. It gains where drafts become
-worse within a text. Where they become better it mostly misses it: the draft has to read what it slept through, and with
-0.7 % that can be paid only where c is small. With a draft that is always as good, the best fixed gamma does as well.
+Where drafts do not pay, only now and then one is tried, from a purse: a loan and 0.25 % of the tokens so far. So on a
+text where every draft is wrong it loses that and no more, if c and v(n) are right. It gains where drafts become worse
+within a text. Where they become better it mostly misses it: the draft has to read what it slept through, and 0.25 % can
+pay for that only where c is small. With a draft that is always as good, the best fixed gamma does as well.
 SpecDec++ (Huang et al. 2024, arXiv 2405.19715) derives such a threshold, and learns the chance with a network.
 
     speculative_decode(target, AdaptiveDraft(draft, 500, c, v), prompt, 200, gamma=8)      8 is the most it may draft
@@ -20,9 +20,11 @@ import torch
 import speculative
 from speculative import DraftModel, warp
 
-LOAN, SHARE = 1.4, 0.007  # what may be lost, in target steps: at the start, and with each token. 2.9 % of 64 tokens
-FORGET = 0.95  # what an observation is worth after the next: some 20 drafts count
-PRIOR = 4  # drafts that the guess to begin with is worth
+# What may be lost, in target steps, at once and with each token: 2.9 % of 64 tokens. Most of it at once, as a good draft
+# may begin with three refusals, and were it locked out then, it could not show what it is worth.
+LOAN, SHARE = 1.7, 0.0025
+FORGET = 0.96  # what an observation is worth after the next: some 25 drafts count
+PRIOR = 2  # drafts that the guess to begin with is worth
 
 
 class AdaptiveDraft(DraftModel):
@@ -35,11 +37,8 @@ class AdaptiveDraft(DraftModel):
 
     def __init__(self, model, max_length, c, v, first=None, **options):
         super().__init__(model, max_length, **options)
-        self.c, self.first, self.v = (
-            c,
-            first or c,
-            [max(v[: i + 1]) for i in range(len(v))],
-        )  # a pass over more rows cannot be cheaper
+        self.c, self.first = c, first or c
+        self.v = [max(v[: i + 1]) for i in range(len(v))]  # a pass over more rows cannot be cheaper
         # Of how many drafts how many were kept, for five ranges of confidence and for all, with a guess to begin with.
         self.kept = [[PRIOR * chance, PRIOR] for chance in (0.4, 0.5, 0.6, 0.7, 0.9, 0.7)]
 
