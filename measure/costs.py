@@ -6,7 +6,6 @@ rows, and `other` for judging, rolling back and keeping the books. Plain decodin
     speed-up = tokens a round / (round(k) / round(0))        Leviathan et al. 2023, theorem 3.8, with v(n) for its 1
 """
 
-import itertools
 import random
 import statistics
 
@@ -67,13 +66,15 @@ class Costs:
         return [seconds / self.verify[0] for seconds in self.verify]
 
 
+TURN = 4  # tokens that a mode writes before the next has its turn: what slows a machine down mostly lasts longer
 WARM_UP = 2  # rounds: the first reads the prompt, and the next is slow, as its shapes are new
 AHEAD = 256  # tokens: so far behind the prompt rounds are timed, then behind it again
 
 
 class Timing:
-    """Times rounds that draft 0, 1, 2, ... tokens behind ids: of each of `gammas`, which begin with 0 and grow, one a
-    turn, so that whatever else the machine does meanwhile is met by all.
+    """Times rounds that draft 0, 1, 2, ... tokens behind ids: of each of `gammas`, which begin with 0 and grow. Their
+    turns are of as many tokens as those of the modes in a race. It matters: after a round of another kind a plain one
+    finds less in the caches of the CPU, and is slower than four in a row.
     ValueError if the context has no room for one."""
 
     def __init__(self, pair, ids, gammas, sampling):
@@ -84,10 +85,6 @@ class Timing:
         self.limit = min(AHEAD, max(least, room - len(ids)))
         self.ids = ids[-(room - self.limit) :]
         self.verify, self.going, self.seconds = Timed(pair[0], pair[0].device), {}, {k: [] for k in gammas}
-        # A turn. Plain rounds come more often, as all others are told in them; so do those of the next gamma, 1 mostly:
-        # whether a single draft pays is what decides most for `auto`.
-        self.turn = [k for i, gamma in enumerate(gammas) for k in [gamma, *gammas[: 2 * (i % 3 == 2)]]]
-        self.coming = itertools.cycle(self.turn)
 
     def begin(self, k):
         """Rounds of k drafts behind the prompt, warmed up. Returns [drafter, rounds, tokens still to come]."""
@@ -97,25 +94,33 @@ class Timing:
         rounds = speculative_decode(self.verify, drafter, self.ids, self.limit, k, **self.sampling)
         return [drafter, rounds, self.limit - sum(len(next(rounds).tokens) for _ in range(WARM_UP))]
 
-    def step(self):
-        """Time the next round."""
-        k = next(self.coming)
+    def turn(self):
+        """Time the next rounds of each: of k drafts, the parts of a round as a mean over the turn."""
+        for k, turns in self.seconds.items():
+            parts = []
+            while sum(tokens for *_, tokens in parts) < TURN:
+                parts.append(self.step(k))
+            turns.append([statistics.fmean(part) for part in list(zip(*parts, strict=True))[:3]])
+
+    def step(self, k):
+        """The next round of k drafts: its seconds of drafting, of the target and of all else, and its tokens."""
         if k not in self.going or self.going[k][2] <= k:  # so few tokens are no whole round
             self.going[k] = self.begin(k)
         drafter, rounds, _ = self.going[k]
         drafter.seconds, self.verify.seconds, start = 0.0, 0.0, now(drafter.device)
-        self.going[k][2] -= len(next(rounds).tokens)
+        tokens = len(next(rounds).tokens)
         other = now(drafter.device) - start - drafter.seconds - self.verify.seconds
-        self.seconds[k].append((drafter.seconds, self.verify.seconds, other))
+        self.going[k][2] -= tokens
+        return drafter.seconds, self.verify.seconds, other, tokens
 
     def costs(self, before=None):
-        """The Costs: of each gamma the mean of its rounds but the slowest quarter, which may be slow for reasons of
+        """The Costs: of each gamma the mean of its turns but the slowest quarter, which may be slow for reasons of
         their own. Those not timed are as in the Costs `before`, times what a plain round has become since, or else on
         the straight line between their neighbours."""
         known = {}
-        for k, times in self.seconds.items():
-            times = sorted(times, key=sum)[: (3 * len(times) + 3) // 4]
-            known[k] = [statistics.fmean(part) for part in zip(*times, strict=True)]
+        for k, turns in self.seconds.items():
+            turns = sorted(turns, key=sum)[: (3 * len(turns) + 3) // 4]
+            known[k] = [statistics.fmean(part) for part in zip(*turns, strict=True)]
         if before:
             slower = sum(known[0]) / before.round(0)
             others = zip(before.draft, before.verify, before.other, strict=True)
@@ -129,8 +134,7 @@ def measure(pair, ids, gammas, sampling):
     timing, start = Timing(pair, ids, gammas, sampling), now(pair[0].device)
     for turn in tqdm(range(60), "timing rounds", disable=None, leave=False):
         if turn < 6 or now(pair[0].device) - start < 6:
-            for _ in timing.turn:
-                timing.step()
+            timing.turn()
     return timing.costs()
 
 

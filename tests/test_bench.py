@@ -87,9 +87,8 @@ def test_prediction(gamma, c, a, expected):  # B63: texts whose drafts are all k
     assert costs.predict(known, [[a] * 20000], gamma, 20000) == pytest.approx(expected, abs=0.02)
     assert known.c == pytest.approx(c) and known.v == [1.0] * 5
     slow = Costs(known.draft, known.verify, [1.0] * (gamma + 1))  # bookkeeping as slow as the target
-    assert costs.predict(slow, [[a] * 20000], gamma, 20000) == pytest.approx(
-        expected * (1 + gamma * c) * 2 / (2 + gamma * c), abs=0.02
-    )
+    slower = expected * (1 + gamma * c) * 2 / (2 + gamma * c)
+    assert costs.predict(slow, [[a] * 20000], gamma, 20000) == pytest.approx(slower, abs=0.02)
 
 
 def test_the_rounds_foreseen_are_those_that_come():
@@ -114,9 +113,8 @@ def test_the_rounds_foreseen_are_those_that_come():
 def test_chances_end_where_the_draft_cannot_follow():
     target, draft = (Toy(lambda seen: [0.0, 1.0, 0.0, 0.0], context=context) for context in (1000, 20))
     target.config, draft.config = SimpleNamespace(vocab_size=4), SimpleNamespace(vocab_size=3)
-    assert (
-        costs.chances((target, draft), [1, 1], [1] * 40) == [1.0] * 19 + [0.0] * 21
-    )  # what follows 20 tokens it knows
+    knows = [1.0] * 19 + [0.0] * 21  # what follows 20 tokens it knows
+    assert costs.chances((target, draft), [1, 1], [1] * 40) == knows
     assert costs.chances((target, draft), [1, 1], [1, 1, 3, 1, 1]) == [1.0, 1.0, 0.0, 0.0, 0.0]
     assert costs.chances((target, draft), [3, 1], [1, 1]) == [0.0, 0.0]
 
@@ -189,9 +187,11 @@ def test_what_is_timed(monkeypatch):  # B65: a clock that moves with the work. P
 
 def test_costs_leave_out_what_is_slow_for_reasons_of_its_own():
     timing = costs.Timing((counting(),) * 2, [3] * 50, [0, 1, 2, 4], {})
-    for _ in range(600):  # more than fit behind one prompt; a turn is 0, 1, 2, 0, 1, 4
-        timing.step()
-    assert [len(times) for times in timing.seconds.values()] == [200, 200, 100, 100]
+    steps = []
+    timing.step = lambda k, step=timing.step: steps.append(k) or step(k)
+    for _ in range(100):  # more than fit behind one prompt. All drafts are kept
+        timing.turn()
+    assert steps == [0, 0, 0, 0, 1, 1, 2, 2, 4] * 100
     timing.seconds = {k: [(0.5 * k, 1.0, 0.0)] * 3 + [(0.0, 99.0, 0.0)] for k in timing.going}
     known = timing.costs()
     assert (known.draft, known.verify) == ([0.0, 0.5, 1.0, 1.5, 2.0], [1.0] * 5)

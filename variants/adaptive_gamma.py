@@ -20,8 +20,8 @@ import torch
 import speculative
 from speculative import DraftModel, warp
 
-# What may be lost, in target steps, at once and with each token: 2.9 % of 64 tokens. Most of it at once, as a good draft
-# may begin with three refusals, and were it locked out then, it could not show what it is worth.
+# What may be lost, in target steps, at once and with each token: 2.9 % of 64 tokens. Most of it at once, as a good
+# draft may begin with three refusals, and were it locked out then, it could not show what it is worth.
 LOAN, SHARE = 1.7, 0.0025
 FORGET = 0.96  # what an observation is worth after the next: some 25 drafts count
 PRIOR = 2  # drafts that the guess to begin with is worth
