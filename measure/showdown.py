@@ -108,10 +108,13 @@ def plan(target, asked, ways, gammas, args):
         seconds.append(now(target.device) - start)
         cache.rollback(0)
     one = statistics.median(seconds[len(seconds) // 2 :])
-    # As if no mode were faster than plain decoding, a pass read 8 tokens of a prompt, and a draft step were half a one.
+    # As if no mode were faster than plain decoding, a given gamma slower by a tenth for each draft, a pass read 8 tokens
+    # of a prompt, and a draft step were half a pass.
     once = one * (len(prompts) * args.max_new_tokens + sum(map(len, prompts)) / 8)  # for each mode
     before = one * 12 * sum(1.5 + 0.6 * k for k in gammas)
-    whole = before + once * (1 + (args.repeat or 1) * (2 + len(ways)))
+    fixed = [1.0, *(1.0 if way == "best" else 1 + way / 10 for way in ways if way == "best" or way not in WAYS)]
+    race = 1.5 * sum(fixed) + 1 + len(ways) - len(fixed)  # those are timed between the turns too, half as often
+    whole = before + once * (1 + (args.repeat or 1) * race)
     repeat = args.repeat or (None if whole < 2 * ENOUGH else 1)  # mostly it takes but half as long
     often = f"{repeat or f'1 to {REPEAT}'}x: {(whole if repeat else max(whole, ENOUGH)) / 60:.1f} minutes at most"
     print(f"{len(prompts)} prompts in {1 + len(ways)} modes, {often}")
